@@ -12,6 +12,7 @@ from ehs.models import code
 from ehs.store import HiddenStates, HiddenStatesError, read_hidden_states
 from ehs.verify.limits import Limit
 from ehs.verify.metrics import Comparison, compare
+from ehs.verify.reference import Baseline
 from ehs.verify.report import LayerError, Place
 
 
@@ -65,7 +66,7 @@ class Judge:
     Args:
         limit: rule and number.
         reference: truth in fp32.
-        baseline: the reference model in the engine's dtype, for the rule "baseline".
+        baseline: the reference model's own error in the engine's dtype, for the rule "baseline".
         predictable_vocab_size: set for the predictable model: its generated tokens are checked too, and a wrong row is
             asked what it says about itself.
     """
@@ -74,7 +75,7 @@ class Judge:
         self,
         limit: Limit,
         reference: States,
-        baseline: States | None = None,
+        baseline: Baseline | None = None,
         predictable_vocab_size: int | None = None,
     ) -> None:
         self.limit = limit
@@ -87,10 +88,8 @@ class Judge:
         record = self._read(expected, verdict)
         if record is None:
             return
-        columns = list(record.layer_ids)
-        reference = self.reference.states(expected.token_ids)[:, columns]
-        baseline = self.baseline.states(expected.token_ids)[:, columns] if self.baseline else None
-        comparison = compare(record.hidden_states, reference, self.limit, baseline)
+        reference = self.reference.states(expected.token_ids)[:, list(record.layer_ids)]
+        comparison = self._compare(record, reference, expected.token_ids)
         verdict.num_records += 1
         verdict.num_values += record.hidden_states.numel()
         self._note_layers(comparison, record, verdict)
@@ -102,6 +101,18 @@ class Judge:
             rows, layers = int(failing.any(dim=1).sum()), failing.any(dim=0).nonzero().flatten().tolist()
             ids = sorted({record.layer_ids[column] for column in layers})
             verdict.problems.append(f"{place.in_words()} ({rows} of {len(failing)} tokens wrong, layer ids {ids})")
+
+    def _compare(self, record: HiddenStates, reference: torch.Tensor, token_ids: Sequence[int]) -> Comparison:
+        if self.baseline is None:
+            return compare(record.hidden_states, reference, self.limit)
+        comparisons = (
+            compare(record.hidden_states, reference, self.limit, own_error[:, list(record.layer_ids)])
+            for own_error in self.baseline.own_errors(token_ids)
+        )
+        for comparison in comparisons:
+            if comparison.excess.max() <= 1:
+                break
+        return comparison
 
     def _read(self, expected: Expectation, verdict: Verdict) -> HiddenStates | None:
         """The record when everything but its values is right."""
@@ -145,14 +156,12 @@ class Judge:
 
     def _note_layers(self, comparison: Comparison, record: HiddenStates, verdict: Verdict) -> None:
         for column, layer_id in enumerate(record.layer_ids):
-            error, excess = comparison.error[:, column], comparison.excess[:, column]
-            noted = verdict.layer_errors.get(layer_id)
-            if noted is None or float(excess.max()) > noted.excess or float(error.max()) > noted.error:
-                verdict.layer_errors[layer_id] = LayerError(
-                    layer_id=layer_id,
-                    error=max(float(error.max()), noted.error if noted else 0.0),
-                    excess=max(float(excess.max()), noted.excess if noted else 0.0),
-                )
+            noted = verdict.layer_errors.get(layer_id) or LayerError(layer_id=layer_id, error=0, excess=0)
+            verdict.layer_errors[layer_id] = LayerError(
+                layer_id=layer_id,
+                error=max(noted.error, float(comparison.relative[:, column].max())),
+                excess=max(noted.excess, float(comparison.excess[:, column].max())),
+            )
 
     def _worst_place(
         self, comparison: Comparison, record: HiddenStates, reference: torch.Tensor, expected: Expectation
@@ -170,8 +179,7 @@ class Judge:
             channel=channel,
             got=float(row[channel]),
             expected=float(reference[token, column, channel]),
-            error=float(comparison.error[token, column]),
-            allowed=float(comparison.allowed[token, column]),
+            error=float(comparison.relative[token, column]),
             excess=float(comparison.excess[token, column]),
             row_says=f"layer id {says.layer_id}, position {says.position}, token id {says.token_id}" if says else None,
         )

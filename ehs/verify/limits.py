@@ -14,8 +14,8 @@ class Limit:
         model: "predictable", "tiny-llama", or "*" for any other.
         dtype: engine dtype.
         rule: "bitwise": equal. "relative": |x - ref| / |ref| per token and layer at most `value`, ref in fp32.
-            "baseline": rms(x - ref) at most `value` times Hugging Face's own error in this dtype, plus one ulp of the
-            row's RMS.
+            "baseline": rms(x - ref) per token and layer at most `value` times Hugging Face's own error there in this
+            dtype (see reference.Baseline), plus one ulp of the row's RMS.
         value: the number in the rule, 0 for bitwise.
         source: where the number comes from.
         reason: why there is such a limit.

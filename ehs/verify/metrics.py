@@ -14,11 +14,13 @@ class Comparison:
     Attributes:
         error: `[num_tokens, num_layers]`, fp64, in the unit of the limit's rule (0 or 1 for bitwise).
         allowed: what the limit allows there, same shape.
+        relative: |x - ref| / |ref| per token and layer, same shape; what reports show.
         channel: channel with the largest difference, same shape, int64.
     """
 
     error: torch.Tensor
     allowed: torch.Tensor
+    relative: torch.Tensor
     channel: torch.Tensor
 
     @property
@@ -39,8 +41,8 @@ def compare(
     # [num_tokens, num_layers, hidden_size], fp32
     reference: torch.Tensor,
     limit: Limit,
-    # [num_tokens, num_layers, hidden_size], fp32
-    baseline: torch.Tensor | None = None,
+    # [num_tokens, num_layers], fp64
+    own_error: torch.Tensor | None = None,
 ) -> Comparison:
     """Compare under one limit.
 
@@ -48,21 +50,20 @@ def compare(
         states: from a record, any dtype, finite.
         reference: the truth in fp32 (for "bitwise": exact in the dtype of `states`).
         limit: rule and number.
-        baseline: the reference model's own states in the dtype of `states`; needed by the rule "baseline".
+        own_error: RMS error of the reference model itself in the dtype of `states`; needed by the rule "baseline".
     """
     x, ref = states.double(), reference.double()
     difference = (x - ref).abs()
     channel = difference.argmax(dim=-1)
+    scale = rms(ref)
+    relative = rms(difference) / torch.where(scale > 0, scale, 1.0)
     if limit.rule == "bitwise":
         error = (difference != 0).any(dim=-1).double()
-        return Comparison(error, torch.zeros_like(error), channel)
+        return Comparison(error, torch.zeros_like(error), relative, channel)
     if limit.rule == "relative":
-        norm = ref.norm(dim=-1)
-        error = difference.norm(dim=-1) / torch.where(norm > 0, norm, 1.0)
-        return Comparison(error, torch.full_like(error, limit.value), channel)
-    assert baseline is not None
-    own = rms(baseline.double() - ref)
-    return Comparison(rms(difference), limit.value * own + ulp(rms(ref), states.dtype), channel)
+        return Comparison(relative, torch.full_like(relative, limit.value), relative, channel)
+    assert own_error is not None
+    return Comparison(rms(difference), limit.value * own_error + ulp(scale, states.dtype), relative, channel)
 
 
 def rms(values: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,10 @@ class _Model(BaseModel):
 
 
 class Place(_Model):
-    """The worst value of a scenario: where it stands, what it is, what it should be."""
+    """The worst value of a scenario: where it stands, what it is, what it should be.
+
+    `error` is the row's |x - ref| / |ref|, `excess` its error as a multiple of the limit.
+    """
 
     request: str
     token: int
@@ -43,7 +46,6 @@ class Place(_Model):
     got: float
     expected: float
     error: Number
-    allowed: Number
     excess: Number
     row_says: str | None = None
 
@@ -57,7 +59,7 @@ class Place(_Model):
 
 
 class LayerError(_Model):
-    """Largest error of one layer id in a scenario, in the unit of the limit's rule, and as a multiple of the limit."""
+    """Largest relative error per token of one layer id in a scenario, and largest multiple of the limit."""
 
     layer_id: int
     error: Number

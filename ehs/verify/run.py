@@ -24,7 +24,7 @@ from ehs.verify.faults import FAULTS
 from ehs.verify.judge import Expectation, Judge, Verdict
 from ehs.verify.limits import LIMITS, find_limit
 from ehs.verify.prompts import Prompts, arithmetic_prompts, text_prompts
-from ehs.verify.reference import PredictableReference, Reference, read_model_config
+from ehs.verify.reference import Baseline, PredictableReference, Reference, read_model_config
 from ehs.verify.report import EngineRun, ScenarioResult, VerifyReport, now
 from ehs.verify.scenarios import ENGINES, SCENARIOS, DidNotHappenError, EngineSettings, Scenario
 
@@ -140,6 +140,7 @@ class Verification:
             # Everything needed is on this disk: nobody should wait for a hub to time out.
             os.environ["HF_HUB_OFFLINE"] = "1"
         self._references: dict[str, Reference] = {}
+        self._baselines: dict[str, Baseline] = {}
         self._prompts: Prompts | None = None
 
     def report(self) -> VerifyReport:
@@ -250,8 +251,12 @@ class Verification:
         if self.is_predictable:
             exact = PredictableReference(self.model_config["hidden_size"], self.num_hidden_layers)
             return Judge(limit, exact, predictable_vocab_size=PREDICTABLE_VOCAB_SIZE)
-        baseline = self._reference(dtype) if limit.rule == "baseline" else None
-        return Judge(limit, self._reference("float32"), baseline)
+        truth = self._reference("float32")
+        if limit.rule != "baseline":
+            return Judge(limit, truth)
+        if dtype not in self._baselines:
+            self._baselines[dtype] = Baseline(truth, self._reference(dtype))
+        return Judge(limit, truth, self._baselines[dtype])
 
     def _judge_scenario(
         self,

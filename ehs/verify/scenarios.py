@@ -220,17 +220,17 @@ def _(prompts: Prompts) -> Sequence[Sequence[RequestSpec]]:
 @scenario("several-samples", "n=3 samples of each prompt at temperature 1", "roomy", several_samples)
 def _(prompts: Prompts) -> Sequence[Sequence[RequestSpec]]:
     options: dict[str, Any] = {"n": 3, "temperature": 1.0, "outputs": True}
-    return [[request(prompts(50 + index, 19 + index), 6, seed=50 + index, **options) for index in range(2)]]
+    return [[request(prompts(50 + index, 19 + index), 4, seed=50 + index, **options) for index in range(2)]]
 
 
 @scenario("sampling", "generated tokens recorded, temperature 1", "roomy", decoded)
 def _(prompts: Prompts) -> Sequence[Sequence[RequestSpec]]:
-    return [[request(prompts(60 + i, 25 + i), 8, temperature=1.0, seed=60 + i, outputs=True) for i in range(3)]]
+    return [[request(prompts(60 + i, 25 + i), 6, temperature=1.0, seed=60 + i, outputs=True) for i in range(3)]]
 
 
 @scenario("generated-tokens", "generated tokens recorded, greedy, over a block boundary", "roomy", decoded)
 def _(prompts: Prompts) -> Sequence[Sequence[RequestSpec]]:
-    return [[request(prompts(70 + i, BLOCK_SIZE - 4 + i), 10, outputs=True) for i in range(3)]]
+    return [[request(prompts(70 + i, BLOCK_SIZE - 3 + i), 6, outputs=True) for i in range(3)]]
 
 
 @scenario("chunked-prefill", "prompts longer than the token budget of a step", "tight", chunked)
@@ -245,8 +245,9 @@ def _(prompts: Prompts) -> Sequence[Sequence[RequestSpec]]:
 
 @scenario("preemption", "the cache runs out in mid-decode; requests lose their blocks and resume", "tight", preempted)
 def _(prompts: Prompts) -> Sequence[Sequence[RequestSpec]]:
-    length = 4 * BLOCK_SIZE - 3
-    return [[request(prompts(100 + index, length), 30, outputs=True) for index in range(8)]]
+    # All five prompts fit, with two blocks to spare; each request soon needs one more.
+    length = 6 * BLOCK_SIZE - 3
+    return [[request(prompts(100 + index, length), 12, outputs=True) for index in range(5)]]
 
 
 @scenario("first-and-last", "layer ids 0 and N only, N given as -1", "first-and-last", batched)
