@@ -61,7 +61,9 @@ def check_vllm() -> tuple[str, str]:
         )
     match = re.match(r"(\d+)\.(\d+)", found[1])
     if match is None or not SUPPORTED[0] <= (int(match[1]), int(match[2])) <= SUPPORTED[1]:
-        raise UnsupportedVllmError(f"{found[0]} {found[1]} is installed; this version of ehs supports {first} to {last}")
+        raise UnsupportedVllmError(
+            f"{found[0]} {found[1]} is installed; this version of ehs supports {first} to {last}"
+        )
     return found
 
 
@@ -83,7 +85,7 @@ def check_speculator(propose: Callable[..., Any]) -> None:
 
 
 def runner_version(model_runner: object) -> str:
-    """"v2" for Model Runner V2, else "v1"; decided by class, not by what was asked for."""
+    """Tell "v2" (Model Runner V2) from "v1" by class, not by what was asked for."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     return "v2" if isinstance(model_runner, GPUModelRunner) else "v1"

@@ -112,12 +112,13 @@ def write_record(
     metadata = {**metadata, "ehs_format": FORMAT, "checksum": checksum(token_ids, hidden_states)}
     handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
+    temporary = Path(name)
     try:
         save_file({"hidden_states": hidden_states, "token_ids": token_ids}, name, metadata=metadata)
-        os.replace(name, path)
+        temporary.replace(path)
     except BaseException as error:
         with suppress(FileNotFoundError):
-            os.unlink(name)
+            temporary.unlink()
         if isinstance(error, SafetensorError):
             raise OSError(f"{path}: {error}") from error
         raise
@@ -128,7 +129,7 @@ def write_error(path: Path, reason: str) -> None:
     marker = error_path(path)
     temporary = marker.with_name(marker.name + ".tmp")
     temporary.write_text(json.dumps({"reason": reason}))
-    os.replace(temporary, marker)
+    temporary.replace(marker)
 
 
 def read_hidden_states(path: str | os.PathLike[str], *, timeout: float = 30.0, finite: bool = True) -> HiddenStates:
@@ -239,8 +240,8 @@ def inspect_path(path: Path) -> list[Inspection]:
     if not path.is_dir():
         raise ValueError(f"path={str(path)!r}: no such file or folder")
     found = [inspect_file(file) for file in sorted(path.glob(f"*{SUFFIX}"))]
-    for marker in sorted(path.glob(f"*{ERROR_SUFFIX}")):
-        found.append(Inspection(marker, {}, json.loads(marker.read_text())["reason"]))
+    markers = sorted(path.glob(f"*{ERROR_SUFFIX}"))
+    found += [Inspection(marker, {}, json.loads(marker.read_text())["reason"]) for marker in markers]
     found += [Inspection(file, {}, "left behind by a writer that died") for file in sorted(path.glob(".*.tmp"))]
     if not found:
         raise ValueError(f"path={str(path)!r}: this folder holds no record ({SUFFIX})")

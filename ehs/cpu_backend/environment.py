@@ -2,6 +2,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Runner = Literal["v1", "v2"]
@@ -54,8 +55,8 @@ def find_device() -> Device:
 def processor_name() -> str:
     """Model name of the first processor as the kernel gives it."""
     try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     except OSError:
         names = []
     return names[0] if names else "unknown processor"

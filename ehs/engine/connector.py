@@ -182,7 +182,7 @@ class EhsConnector(KVConnectorBase_V1, SupportsHMA):
         if hidden_states.is_cuda:
             on_host = torch.empty_like(hidden_states, device="cpu", pin_memory=True)
             on_host.copy_(hidden_states, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             hidden_states, ready = on_host, event.synchronize
         token_ids = torch.tensor(save.token_ids, dtype=torch.int64)

@@ -37,14 +37,15 @@ def run_engine(plan: SessionPlan, log_path: Path, *, timeout: float) -> SessionR
     try:
         if not receiver.poll(timeout):
             return _failed(f"no answer within {timeout:.0f} s")
-        answer = receiver.recv()
-        assert isinstance(answer, SessionResult)
-        process.join(timeout=30)
-        return answer
+        answer: SessionResult = receiver.recv()
     except EOFError:
         process.join(timeout=5)
         return _failed(f"the engine process died (exit status {process.exitcode})")
+    else:
+        process.join(timeout=30)
+        return answer
     finally:
+        receiver.close()
         if process.pid is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

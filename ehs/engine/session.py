@@ -32,7 +32,7 @@ def run_session(plan: SessionPlan) -> SessionResult:
     rounds: list[RoundTrace] = []
     try:
         for planned in plan.rounds:
-            rounds.append(_run_round(llm, planned))
+            rounds.append(_run_round(llm, planned))  # noqa: PERF401 - rounds that ended are kept when one breaks
         llm.llm_engine.engine_core.shutdown()
     except Exception as error:  # noqa: BLE001
         return SessionResult(
@@ -48,7 +48,8 @@ def find_subject(llm: vllm.LLM) -> Subject:
     driver = getattr(executor, "driver_worker", None)
     if driver is None:
         # Workers are other processes: ask rank 0's.
-        return executor.collective_rpc(_describe_worker, unique_reply_rank=0)
+        subject: Subject = executor.collective_rpc(_describe_worker, unique_reply_rank=0)
+        return subject
     return _describe_worker(driver)
 
 
@@ -103,7 +104,7 @@ def _run_round(llm: vllm.LLM, planned: Round) -> RoundTrace:
 
 
 def _sample_path(params: dict[str, Any] | None, sample: int, num_samples: int) -> str | None:
-    """vLLM returns one path a request; with n > 1 the samples are called `<index>_<request id>`."""
+    """Path of one sample: vLLM returns one path a request; with n > 1 the samples are called `<index>_<request id>`."""
     if not params:
         return None
     path = Path(params["hidden_states_path"])
@@ -118,9 +119,8 @@ def _recorded_steps(scheduler: Any) -> Iterator[list[Step]]:
     def recording(*args: Any, **kwargs: Any) -> SchedulerOutput:
         output = schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
-            drafts = sum(
-                sum(token >= 0 for token in tokens) for tokens in output.scheduled_spec_decode_tokens.values()
-            )
+            # With asynchronous scheduling the tokens are placeholders, but their number is what is scheduled.
+            drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
             steps.append(
                 Step(
                     num_scheduled_tokens=dict(output.num_scheduled_tokens),

@@ -32,7 +32,8 @@ class ExtractHiddenStatesSpeculator(DraftModelSpeculator):
         """Build the cache-only draft model; there are no weights to load."""
         del target_model, target_attn_layer_names
         with set_model_tag("extract_hidden_states"):
-            return get_model(vllm_config=self.vllm_config, model_config=self.draft_model_config)
+            model: nn.Module = get_model(vllm_config=self.vllm_config, model_config=self.draft_model_config)
+        return model
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Nothing to set up: the cache write is not captured."""

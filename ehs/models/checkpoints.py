@@ -53,7 +53,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("EHS_CACHE") or platformdirs.user_cache_dir("ehs"))
 
 
-def find_checkpoint(model: str, progress: Progress = lambda stage: None) -> str:
+def find_checkpoint(model: str, progress: Progress = lambda _: None) -> str:
     """Path of a checkpoint by name, built on first use; anything else is taken as a folder or a Hugging Face id.
 
     Args:

@@ -65,7 +65,7 @@ def decode(row: torch.Tensor) -> Place | None:
 def embed(
     input_ids: torch.Tensor, positions: torch.Tensor, hidden_size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Code of layer 0, split into hidden states (token parts) and residual (the rest), each `[num_tokens, hidden_size]`."""
+    """Code of layer 0, split into hidden states (token parts) and residual (the rest): `[num_tokens, hidden_size]`."""
     code = encode(0, positions.long(), input_ids.long(), hidden_size).to(dtype)
     is_token = torch.arange(hidden_size, device=code.device) % NUM_PARTS >= FIRST_TOKEN_PART
     zero = torch.zeros((), dtype=dtype, device=code.device)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The vLLM side of the predictable model; what its numbers mean stands in ehs/models/code.py.
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -60,6 +60,10 @@ class PredictableModel(nn.Module, EagleModelMixin):
     """Decoder whose residual stream is the code of (layer id, position, token)."""
 
     supports_aux_hidden_states_over_pp = True
+    # Methods of the mixin, declared for mypy: it sees vLLM as Any and nn.Module's own __getattr__ instead.
+    _maybe_add_hidden_state: Callable[..., Any]
+    collect_remote_aux_hidden_states: Callable[..., list[torch.Tensor]]
+    pack_local_aux_hidden_states: Callable[..., dict[str, torch.Tensor]]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

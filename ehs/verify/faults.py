@@ -24,20 +24,25 @@ class Fault:
     inject: Callable[[], None]
 
 
+def _patch(owner: object, name: str, replacement: object) -> None:
+    """Put a replacement where it is looked up; a name that is not there is a fault of the fault."""
+    assert hasattr(owner, name)
+    setattr(owner, name, replacement)
+
+
 def _swap_token_rows() -> None:
     import torch
 
     from ehs.engine import draft_model
-
-    write = draft_model.write_hidden_states
+    from ehs.engine.cache_write import write_hidden_states
 
     def swapping(aux: Sequence[torch.Tensor], cache: torch.Tensor, slots: torch.Tensor, sources: Sequence[int]) -> None:
         # The first two tokens of a step that has two land in each other's slot.
         if len(slots) > 1:
             slots = torch.cat([slots[:2].flip(0), slots[2:]])
-        write(aux, cache, slots, sources)
+        write_hidden_states(aux, cache, slots, sources)
 
-    draft_model.write_hidden_states = swapping
+    _patch(draft_model, "write_hidden_states", swapping)
 
 
 def _swap_requests() -> None:
@@ -52,7 +57,7 @@ def _swap_requests() -> None:
         previous[:] = [mine]
         return finished(self, request, other if other and len(other) >= len(mine) else mine)
 
-    EhsConnector.request_finished = swapping
+    _patch(EhsConnector, "request_finished", swapping)
 
 
 def _shift_layer_ids() -> None:
@@ -69,7 +74,7 @@ def _shift_layer_ids() -> None:
         def sources(self) -> tuple[int, ...]:
             return tuple(self.captured.index(max(layer - 1, 0)) for layer in self.layer_ids)
 
-    draft_config.LayerSelection = Shifted
+    _patch(draft_config, "LayerSelection", Shifted)
 
 
 FAULTS = {

@@ -83,8 +83,8 @@ class Judge:
         self.baseline = baseline
         self.vocab_size = predictable_vocab_size
 
-    def judge(self, expected: Expectation, verdict: Verdict) -> None:
-        """Judge one record and add what is found to `verdict`."""
+    def judge(self, expected: Expectation, verdict: Verdict, others: Sequence[Expectation] = ()) -> None:
+        """Judge one record and add what is found to `verdict`; a wrong row is looked up among `others`."""
         record = self._read(expected, verdict)
         if record is None:
             return
@@ -93,7 +93,7 @@ class Judge:
         verdict.num_records += 1
         verdict.num_values += record.hidden_states.numel()
         self._note_layers(comparison, record, verdict)
-        place = self._worst_place(comparison, record, reference, expected)
+        place = self._worst_place(comparison, record, reference, expected, others)
         if verdict.worst is None or place.excess > verdict.worst.excess:
             verdict.worst = place
         if place.excess > 1:
@@ -164,7 +164,12 @@ class Judge:
             )
 
     def _worst_place(
-        self, comparison: Comparison, record: HiddenStates, reference: torch.Tensor, expected: Expectation
+        self,
+        comparison: Comparison,
+        record: HiddenStates,
+        reference: torch.Tensor,
+        expected: Expectation,
+        others: Sequence[Expectation],
     ) -> Place:
         token, column = comparison.worst()
         channel = int(comparison.channel[token, column])
@@ -181,8 +186,16 @@ class Judge:
             expected=float(reference[token, column, channel]),
             error=float(comparison.relative[token, column]),
             excess=float(comparison.excess[token, column]),
-            row_says=f"layer id {says.layer_id}, position {says.position}, token id {says.token_id}" if says else None,
+            row_says=_in_words(says, expected, others) if says else None,
         )
+
+
+def _in_words(says: code.Place, expected: Expectation, others: Sequence[Expectation]) -> str:
+    words = f"layer id {says.layer_id}, position {says.position}, token id {says.token_id}"
+    for owner in (expected, *others):
+        if says.position < len(owner.token_ids) and owner.token_ids[says.position] == says.token_id:
+            return f"{words} of {owner.request_name}"
+    return words
 
 
 def _difference(got: object, wanted: object) -> str:

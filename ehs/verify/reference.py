@@ -68,8 +68,8 @@ class Baseline:
     """How far the reference model strays from its own fp32 states when it runs in a 16-bit dtype.
 
     One run is one draw of rounding noise and can be small at a token by accident, above all where a few huge channels
-    rule the row (seen: SmolLM2 bf16, 0.07 % at a first token whose error under a one-ulp move of the input is 0.55 %). So
-    the error at each layer id and token is the largest of several runs: the plain one, then up to NUM_MOVED with the
+    rule the row (seen: SmolLM2 bf16, 0.07 % at a first token whose error under a one-ulp move of the input is 0.55 %).
+    So the error at each layer id and token is the largest of several runs: the plain one, then up to NUM_MOVED with the
     input moved by at most one ulp, an input the dtype cannot tell from the true one.
 
     Args:

@@ -194,6 +194,17 @@ def problem_lines(report: VerifyReport) -> list[str]:
     return [f"{', '.join(dict.fromkeys(where))}: {problem}" for problem, where in places.items()]
 
 
+def layer_rows(report: VerifyReport) -> list[dict[str, Any]]:
+    """Largest error and excess per model, dtype and layer id, over all scenarios."""
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for result in report.results:
+        for layer in result.layer_errors:
+            new = {"model": result.model, "dtype": result.dtype, **layer.model_dump()}
+            row = rows.setdefault((result.model, result.dtype, layer.layer_id), new)
+            row["error"], row["excess"] = max(row["error"], layer.error), max(row["excess"], layer.excess)
+    return [rows[key] for key in rows]
+
+
 _COLUMNS: dict[str, dict[str, Any]] = {
     "model": {"no_wrap": True},
     "dtype": {"no_wrap": True},
@@ -218,10 +229,12 @@ def write_report(report: VerifyReport, folder: Path, name: str = "verify") -> tu
     folder.mkdir(parents=True, exist_ok=True)
     template = (resources.files("ehs.verify") / "report.html.j2").read_text()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    html = environment.from_string(template).render(report=report)
+    html = environment.from_string(template).render(
+        report=report, lines=problem_lines(report), layers=layer_rows(report)
+    )
     paths = folder / f"{name}.json", folder / f"{name}.html"
     for path, text in zip(paths, (report.model_dump_json(indent=1), html), strict=True):
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         temporary.write_text(text)
-        os.replace(temporary, path)
+        temporary.replace(path)
     return paths

@@ -98,7 +98,9 @@ def check_options(options: Options) -> None:
     if options.speculator == "ehs" and options.runner == "v1":
         raise ValueError("runner='v1': the speculator 'ehs' runs on v2 only; use --speculator upstream with v1")
     if options.fault and options.speculator != "ehs":
-        raise ValueError(f"fault={options.fault!r}: faults are put into the speculator 'ehs', not {options.speculator!r}")
+        raise ValueError(
+            f"fault={options.fault!r}: faults are put into the speculator 'ehs', not {options.speculator!r}"
+        )
     output = options.output.expanduser().absolute()
     existing = next(folder for folder in (output, *output.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -119,7 +121,7 @@ class Verification:
         CheckpointError: the model cannot be fetched.
     """
 
-    def __init__(self, options: Options, progress: Progress = lambda line: None) -> None:
+    def __init__(self, options: Options, progress: Progress = lambda _: None) -> None:
         check_options(options)
         check_vllm()
         self.options = options
@@ -277,8 +279,9 @@ class Verification:
             result.problems = [f"the engine broke before this scenario ended: {answer.error} (log: {log})"]
             return result
         verdict = Verdict()
-        for expected in self._expectations(planned, traces, layer_ids, dtype):
-            judge.judge(expected, verdict)
+        expectations = list(self._expectations(planned, traces, layer_ids, dtype))
+        for expected in expectations:
+            judge.judge(expected, verdict, expectations)
         result.worst = verdict.worst
         result.layer_errors = [verdict.layer_errors[layer] for layer in sorted(verdict.layer_errors)]
         result.num_records, result.num_values = verdict.num_records, verdict.num_values
@@ -325,7 +328,10 @@ def _engine_order(scenario: Scenario) -> int:
 
 # Part of an engine's message, what to say instead.
 _REMEDIES = (
-    ("KV cache", "the KV cache does not fit into memory; on a CPU raise VLLM_CPU_KVCACHE_SPACE (GiB), on a GPU free memory"),
+    (
+        "KV cache",
+        "the KV cache does not fit into memory; on a CPU raise VLLM_CPU_KVCACHE_SPACE (GiB), on a GPU free memory",
+    ),
     ("Free memory on device", "too little GPU memory is free; end other processes on the GPU"),
     ("CUDA out of memory", "the GPU is out of memory; end other processes on the GPU or choose a smaller model"),
     ("Model Runner V2 requires Triton", "Triton found no backend; reinstall with `nox -s dev`, see `ehs doctor`"),
