@@ -62,13 +62,16 @@ def processor_name() -> str:
     return names[0] if names else "unknown processor"
 
 
-def set_environment(device: Device, *, runner: Runner = "v2", multiprocessing: bool = False) -> None:
+def set_environment(
+    device: Device, *, runner: Runner = "v2", multiprocessing: bool = False, world_size: int = 1
+) -> None:
     """Set what the engine reads from the environment; child processes inherit it.
 
     Args:
         device: where the engine will run.
         runner: model runner that vLLM is asked for.
         multiprocessing: run vLLM's engine core in a process of its own (vLLM's default) instead of in this one.
+        world_size: worker processes of the engine; on a CPU they share the cores evenly.
 
     Raises:
         RuntimeError: triton was imported before, without the interpreter: it is too late to choose the CPU backend.
@@ -82,11 +85,15 @@ def set_environment(device: Device, *, runner: Runner = "v2", multiprocessing: b
     if device.kind == "cpu":
         if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError("triton was imported before set_environment(): the CPU backend can no longer be chosen")
-        cores = len(os.sched_getaffinity(0))
+        cores = sorted(os.sched_getaffinity(0))
         variables |= {
             "TRITON_INTERPRET": "1",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores)),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(cores))),
             # GiB; the scenarios need far less, and vLLM's default takes a share of all memory.
             "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
         }
+        if world_size > 1:
+            # One worker per part; vLLM's own binding wants a NUMA node for each.
+            parts = [cores[rank * len(cores) // world_size :][:1] or cores[-1:] for rank in range(world_size)]
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
     os.environ.update(variables)

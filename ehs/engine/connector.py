@@ -69,8 +69,9 @@ class EhsConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError("kv_connector_extra_config: shared_storage_path is not set; name the folder for records")
         # Scheduler half
         self._storage_path = Path(storage_path)
-        self._group_id = hidden_state_group(kv_cache_config)
         self._saves: list[Save] = []
+        if role == KVConnectorRole.SCHEDULER:
+            self._group_id = hidden_state_group(kv_cache_config)
         # Worker half
         self._cache: torch.Tensor | None = None
         self._finished: set[str] = set()
@@ -230,6 +231,9 @@ def hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
     """
     names = [group.layer_names for group in kv_cache_config.kv_cache_groups]
     found = [index for index, group in enumerate(names) if any("cache_only_layers." in name for name in group)]
+    if not found and len(names) == 1:
+        # Under pipeline parallelism the scheduler sees the first stage's layers; the blocks are those of all stages.
+        return 0
     if len(found) != 1:
         raise ValueError(f"kv_cache_groups: {len(found)} of {len(names)} groups hold the cache-only layer, expected 1")
     return found[0]

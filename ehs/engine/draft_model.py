@@ -7,14 +7,19 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer, dummy_attention
-from vllm.model_executor.models.utils import maybe_prefix
+from vllm.model_executor.models.interfaces import SupportsPP
+from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory, maybe_prefix
+from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from ehs.engine.cache_write import write_hidden_states
 
 
-class EhsHiddenStatesModel(nn.Module):
-    """Draft model without weights: one cache-only layer whose heads are the layers asked for, in that order."""
+class EhsHiddenStatesModel(nn.Module, SupportsPP):
+    """Draft model without weights: one cache-only layer whose heads are the layers asked for, in that order.
+
+    It sits on the last pipeline stage alone; what SupportsPP wants of it is there because vLLM checks every model.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -33,17 +38,20 @@ class EhsHiddenStatesModel(nn.Module):
             cache_config=cache_config,
             prefix=maybe_prefix(prefix, name),
         )
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory([], self.layer.head_size)
 
     def forward(
         self,
         # num_captured x [num_tokens, hidden_size]
         aux_hidden_states: list[torch.Tensor],
+        intermediate_tensors: IntermediateTensors | None = None,
     ) -> None:
         """Write the states to the cache, where this step's forward context says.
 
         Raises:
             ValueError: the target model returned another number of layers than was captured.
         """
+        del intermediate_tensors
         if len(aux_hidden_states) != self.num_captured:
             raise ValueError(
                 f"the target model returned {len(aux_hidden_states)} auxiliary hidden states for {self.num_captured} "

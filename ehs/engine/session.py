@@ -17,7 +17,8 @@ from ehs.engine.plan import Outcome, Round, RoundTrace, SessionPlan, SessionResu
 
 def run_session(plan: SessionPlan) -> SessionResult:
     """Start one in-process engine, run every round, and report; an exception becomes the result's `error`."""
-    set_environment(plan.device, runner=plan.runner)
+    world_size = plan.engine.get("tensor_parallel_size", 1) * plan.engine.get("pipeline_parallel_size", 1)
+    set_environment(plan.device, runner=plan.runner, world_size=world_size)
     if plan.fault:
         from ehs.verify.faults import FAULTS
 
@@ -47,8 +48,9 @@ def find_subject(llm: vllm.LLM) -> Subject:
     executor = core.model_executor
     driver = getattr(executor, "driver_worker", None)
     if driver is None:
-        # Workers are other processes: ask rank 0's.
-        subject: Subject = executor.collective_rpc(_describe_worker, unique_reply_rank=0)
+        # Workers are other processes; the last rank has a speculator whatever the parallelism.
+        last_rank = llm.llm_engine.vllm_config.parallel_config.world_size - 1
+        subject: Subject = executor.collective_rpc(_describe_worker, unique_reply_rank=last_rank)
         return subject
     return _describe_worker(driver)
 

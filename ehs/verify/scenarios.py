@@ -220,12 +220,12 @@ def _(prompts: Prompts) -> Sequence[Sequence[RequestSpec]]:
 @scenario("several-samples", "n=3 samples of each prompt at temperature 1", "roomy", several_samples)
 def _(prompts: Prompts) -> Sequence[Sequence[RequestSpec]]:
     options: dict[str, Any] = {"n": 3, "temperature": 1.0, "outputs": True}
-    return [[request(prompts(50 + index, 19 + index), 4, seed=50 + index, **options) for index in range(2)]]
+    return [[request(prompts(50 + index, 19 + index), 3, seed=50 + index, **options) for index in range(2)]]
 
 
 @scenario("sampling", "generated tokens recorded, temperature 1", "roomy", decoded)
 def _(prompts: Prompts) -> Sequence[Sequence[RequestSpec]]:
-    return [[request(prompts(60 + i, 25 + i), 6, temperature=1.0, seed=60 + i, outputs=True) for i in range(3)]]
+    return [[request(prompts(60 + i, 25 + i), 4, temperature=1.0, seed=60 + i, outputs=True) for i in range(2)]]
 
 
 @scenario("generated-tokens", "generated tokens recorded, greedy, over a block boundary", "roomy", decoded)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+# Engines are expensive: each runs once, in a process of its own, for all selected scenarios that share it.
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ehs.cpu_backend.environment import Device, MissingGpuError, find_device
+from ehs.verify.report import ScenarioResult, VerifyReport, render, write_report
+from ehs.verify.run import Options, Verification
+from ehs.verify.scenarios import ENGINES, SCENARIOS
+
+REPORTS = Path(__file__).parents[2] / "reports"
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Matrix:
+    """Results of the scenario matrix, filled engine by engine as tests ask for them."""
+
+    def __init__(self, wanted: set[tuple[str, str, str]]) -> None:
+        self.wanted = wanted
+        self.report: VerifyReport | None = None
+        self.results: dict[tuple[str, str, str], ScenarioResult] = {}
+
+    @functools.cache  # noqa: B019 - lives as long as the session
+    def verification(self, model: str) -> Verification:
+        return Verification(Options(model=model, output=REPORTS))
+
+    def result(self, model: str, dtype: str, scenario: str) -> ScenarioResult:
+        key = (model, dtype, scenario)
+        if key not in self.results:
+            self._run(model, dtype, SCENARIOS[scenario].engine)
+        return self.results[key]
+
+    def _run(self, model: str, dtype: str, engine: str) -> None:
+        verification = self.verification(model)
+        if self.report is None:
+            self.report = verification.report()
+        scenarios = [
+            scenario
+            for name, scenario in SCENARIOS.items()
+            if scenario.engine == engine and (model, dtype, name) in self.wanted
+        ]
+        results, run = verification.run_engine(dtype, ENGINES[engine], scenarios)
+        self.report.results += results
+        self.report.engines.append(run)
+        self.report.seconds += run.total_seconds
+        self.results |= {(result.model, result.dtype, result.scenario): result for result in results}
+
+
+MATRIX = pytest.StashKey[Matrix]()
+DEVICE = pytest.StashKey[Device]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        config.stash[DEVICE] = find_device()
+    except MissingGpuError as error:
+        pytest.exit(str(error), returncode=3)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    device = config.stash[DEVICE]
+    return f"device: {device.kind} ({device.name}); {device.reason}"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    wanted = {item.callspec.params["cell"] for item in session.items if _has_cell(item)}  # type: ignore[attr-defined]
+    session.config.stash[MATRIX] = Matrix(wanted)
+
+
+def _has_cell(item: pytest.Item) -> bool:
+    return hasattr(item, "callspec") and "cell" in item.callspec.params
+
+
+@pytest.fixture(scope="session")
+def matrix(request: pytest.FixtureRequest) -> Matrix:
+    return request.config.stash[MATRIX]
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> Device:
+    return request.config.stash[DEVICE]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    report = config.stash[MATRIX].report if MATRIX in config.stash else None
+    if report is None:
+        return
+    report.command = "nox -s gpu_e2e"
+    paths = write_report(report, REPORTS, "gpu_e2e")
+    terminalreporter.section("scenarios x models")
+    console = Console(file=sys.stdout, highlight=False, width=160, force_terminal=None)
+    console.print(render(report))
+    terminalreporter.write_line(f"reports: {', '.join(str(path.relative_to(REPORTS.parent)) for path in paths)}")
+
+
+@pytest.fixture
+def ehs(tmp_path: Path) -> Cli:
+    """Run the `ehs` command of this environment in an empty folder."""
+
+    def run(*arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "ehs", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+        )
+
+    return run
+
+
+@pytest.fixture
+def no_child_left() -> Iterator[None]:
+    """No engine process outlives a test."""
+    yield
+    import psutil
+
+    names = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    assert not [name for name in names if "ehs" in name and "verify" in name]
