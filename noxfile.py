@@ -117,7 +117,9 @@ def imports(session: nox.Session) -> None:
 def gpu_e2e(session: nox.Session) -> None:
     """Run every scenario in real engines, on an NVIDIA GPU or else on the CPU; prints the table, writes reports/."""
     python = environment(session)
-    probe = "from ehs.cpu_backend.environment import find_device as f; d = f(); print(f'{d.kind} ({d.name}); {d.reason}')"
+    probe = (
+        "from ehs.cpu_backend.environment import find_device as f; d = f(); print(f'{d.kind} ({d.name}); {d.reason}')"
+    )
     device = session.run(python, "-c", probe, silent=True)
     session.log(f"gpu_e2e runs on: {str(device).strip()}")
     run_suite(session, python, "gpu_e2e")
@@ -150,6 +152,8 @@ def lock(session: nox.Session, device: str) -> None:
         for item in json.loads(report.read_text())["install"]
     }
     dropped = {"ehs"} | (NOT_WANTED if device == "cpu" else set())
-    lines = [f"# Written by `nox -s lock`; installed with --no-deps. Python {sys.version_info[0]}.{sys.version_info[1]}."]
+    lines = [
+        f"# Written by `nox -s lock`; installed with --no-deps. Python {sys.version_info[0]}.{sys.version_info[1]}."
+    ]
     lines += [f"{name}=={version}" for name, version in sorted(resolved.items()) if name not in dropped]
     (ROOT / "requirements" / f"{device}.txt").write_text("\n".join(lines) + "\n")

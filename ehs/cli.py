@@ -2,13 +2,15 @@
 # Exit status: 0 good; 1 a check failed; 2 usage or configuration; 3 this machine cannot run it.
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -38,6 +40,14 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
+class Interrupted(BaseException):
+    """Ctrl-C. Not a KeyboardInterrupt: typer would catch that one and say nothing of what became of the run."""
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise Interrupted
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console that prints whole tables where the output is not a terminal, too."""
     out = Console(stderr=stderr, highlight=False)
@@ -46,6 +56,7 @@ def console(*, stderr: bool = False) -> Console:
 
 def main() -> None:
     """Entry point of the `ehs` script."""
+    signal.signal(signal.SIGINT, _interrupt)
     with _errors_in_one_line():
         app()
 
@@ -62,7 +73,7 @@ def _errors_in_one_line() -> Iterator[None]:
         _end(Exit.USAGE, error)
     except (UnsupportedVllmError, MissingGpuError) as error:
         _end(Exit.MACHINE, error)
-    except KeyboardInterrupt:
+    except Interrupted:
         _end(Exit.INTERRUPTED, "interrupted; engine processes are ended, no report was written")
     except RuntimeError as error:
         # Their modules import torch; by now they are loaded if one of theirs was raised.

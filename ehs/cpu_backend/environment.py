@@ -62,6 +62,13 @@ def processor_name() -> str:
     return names[0] if names else "unknown processor"
 
 
+def _kv_cache_gib() -> int:
+    value = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"VLLM_CPU_KVCACHE_SPACE={value!r}: whole GiB are needed, 1 or more")
+    return int(value)
+
+
 def set_environment(
     device: Device, *, runner: Runner = "v2", multiprocessing: bool = False, world_size: int = 1
 ) -> None:
@@ -74,6 +81,7 @@ def set_environment(
         world_size: worker processes of the engine; on a CPU they share the cores evenly.
 
     Raises:
+        ValueError: `VLLM_CPU_KVCACHE_SPACE` is set to something that is not a whole number of GiB.
         RuntimeError: triton was imported before, without the interpreter: it is too late to choose the CPU backend.
     """
     variables = {
@@ -90,7 +98,7 @@ def set_environment(
             "TRITON_INTERPRET": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(cores))),
             # GiB; the scenarios need far less, and vLLM's default takes a share of all memory.
-            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+            "VLLM_CPU_KVCACHE_SPACE": str(_kv_cache_gib()),
         }
         if world_size > 1:
             # One worker per part; vLLM's own binding wants a NUMA node for each.

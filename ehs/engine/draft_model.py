@@ -23,6 +23,11 @@ class EhsHiddenStatesModel(nn.Module, SupportsPP):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        if not vllm_config.use_v2_model_runner:
+            raise ValueError(
+                "speculator='ehs' needs Model Runner V2, and vLLM chose V1: set VLLM_USE_V2_MODEL_RUNNER=1 (without a "
+                "GPU call ehs.cpu_backend.environment.set_environment first), or use speculator='upstream'"
+            )
         selection = vllm_config.speculative_config.draft_model_config.hf_config.selection
         self.sources = selection.sources
         self.num_captured = len(selection.captured)

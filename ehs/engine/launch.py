@@ -12,6 +12,9 @@ from pathlib import Path
 from ehs.engine.plan import SessionPlan, SessionResult
 
 
+GRACE_S = 5.0
+
+
 def run_engine(plan: SessionPlan, log_path: Path, *, timeout: float) -> SessionResult:
     """Run a plan in a process of its own and wait for the answer.
 
@@ -45,12 +48,14 @@ def run_engine(plan: SessionPlan, log_path: Path, *, timeout: float) -> SessionR
         process.join(timeout=30)
         return answer
     finally:
-        receiver.close()
+        # First the polite way, in which vLLM gives back its shared memory; then the one that works.
+        process.terminate()
+        process.join(timeout=GRACE_S)
         if process.pid is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
         process.join()
+        receiver.close()
 
 
 def _failed(error: str) -> SessionResult:
@@ -65,6 +70,7 @@ def _engine_main(connection: Connection, plan: SessionPlan, log_path: str) -> No
     threading.Thread(target=_die_with_parent, args=(connection,), daemon=True).start()
     # SIGINT is the parent's business: it ends this group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     from ehs.engine.session import run_session
 
     connection.send(run_session(plan))

@@ -329,6 +329,10 @@ def _engine_order(scenario: Scenario) -> int:
 # Part of an engine's message, what to say instead.
 _REMEDIES = (
     (
+        "Available memory on node",
+        "less memory is free than the KV cache was given; lower VLLM_CPU_KVCACHE_SPACE (GiB) or end other processes",
+    ),
+    (
         "KV cache",
         "the KV cache does not fit into memory; on a CPU raise VLLM_CPU_KVCACHE_SPACE (GiB), on a GPU free memory",
     ),

@@ -9,12 +9,12 @@ from ehs.verify.faults import FAULTS
 
 # What the verdict must say about the first wrong row of the scenario "plain".
 PLACES = {
-    "swap-token-rows": "request 0, token 0 (id 5), layer id 0: channel 4 is 22, expected 5; the row says it is layer id 0, "
-    "position 1, token id 22 of request 0 (2 of 5 tokens wrong",
-    "swap-requests": "request 1, token 0 (id 216), layer id 0: channel 4 is 5, expected 216; the row says it is layer id 0, "
-    "position 0, token id 5 of request 0 (23 of 23 tokens wrong",
-    "shift-layer-ids": "request 0, token 0 (id 5), layer id 3: channel 0 is 2, expected 3; the row says it is layer id 2, "
-    "position 0, token id 5 of request 0 (5 of 5 tokens wrong, layer ids [3, 5, 6])",
+    "swap-token-rows": "request 0, token 0 (id 5), layer id 0: channel 4 is 22, expected 5; "
+    "the row says it is layer id 0, position 1, token id 22 of request 0 (2 of 5 tokens wrong",
+    "swap-requests": "request 1, token 0 (id 216), layer id 0: channel 4 is 5, expected 216; "
+    "the row says it is layer id 0, position 0, token id 5 of request 0 (23 of 23 tokens wrong",
+    "shift-layer-ids": "request 0, token 0 (id 5), layer id 3: channel 0 is 2, expected 3; "
+    "the row says it is layer id 2, position 0, token id 5 of request 0 (5 of 5 tokens wrong, layer ids [3, 5, 6])",
 }
 
 

@@ -10,9 +10,7 @@ if TYPE_CHECKING:
     from conftest import Matrix
 
 MODELS = {**USUAL_DTYPES, "smollm2": REAL_MODEL_DTYPES}
-CELLS = [
-    (model, dtype, scenario) for model, dtypes in MODELS.items() for dtype in dtypes for scenario in SCENARIOS
-]
+CELLS = [(model, dtype, scenario) for model, dtypes in MODELS.items() for dtype in dtypes for scenario in SCENARIOS]
 
 
 # The first test of an engine waits for all of that engine's scenarios.

@@ -83,20 +83,15 @@ def test_the_engine_gets_the_layers_in_the_order_asked_for_and_the_name_of_the_s
     ],
 )
 def test_no_drafts_are_planned_for_any_batch_unless_upstream_or_asked_for(
-    tmp_path: Path,
-    speculator: str,
-    policy: str | None,
-    plans_drafts: bool,  # noqa: FBT001 - parametrized
+    tmp_path: Path, *, speculator: str, policy: str | None, plans_drafts: bool
 ) -> None:
     config = speculative(layers=[1], storage_path=tmp_path, speculator=speculator, draft_policy=policy)
     assert config["draft_model_config"]["hf_config"]["ehs_speculator"] == speculator
     # The method itself always allows one draft; the schedule says how many are planned.
     assert config["num_speculative_tokens"] == 1
-    schedule = config.get("num_speculative_tokens_per_batch_size")
-    if plans_drafts:
-        assert schedule is None
-    else:
-        ((first, last, drafts),) = schedule
+    schedule = config.get("num_speculative_tokens_per_batch_size", [])
+    assert bool(schedule) is not plans_drafts
+    for first, last, drafts in schedule:
         assert (first, drafts) == (1, 0)
         assert last >= 65536
 

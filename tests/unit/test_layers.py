@@ -33,12 +33,18 @@ def test_minus_one_is_the_stream_after_the_last_layer_and_zero_the_embeddings() 
     assert LayerSelection((-1, 0, -7, 6), 6).layer_ids == (6, 0, 0, 6)
 
 
-@given(st.integers(1, 60), st.integers(1, 10**6), st.booleans(), st.lists(st.just(0), max_size=3))
+@given(
+    num_hidden_layers=st.integers(1, 60),
+    beyond=st.integers(1, 10**6),
+    negative=st.booleans(),
+    before=st.lists(st.just(0), max_size=3),
+)
 def test_an_id_the_model_does_not_have_is_refused_with_the_ids_it_has(
+    *,
     num_hidden_layers: int,
     beyond: int,
     negative: bool,
-    before: list[int],  # noqa: FBT001 - drawn
+    before: list[int],
 ) -> None:
     layer = -num_hidden_layers - 1 - beyond if negative else num_hidden_layers + beyond
     asked = [*before, layer]
@@ -69,14 +75,14 @@ def test_an_id_the_model_does_not_have_is_refused_with_the_ids_it_has(
     ],
 )
 def test_what_is_no_list_of_integers_is_refused_by_name(layers: Any, named: str) -> None:
-    with pytest.raises(ValueError, match="^layers=") as error:
+    with pytest.raises(ValueError, match=r"^layers=") as error:
         check_layer_ids(layers)
     assert named in str(error.value)
 
 
 @pytest.mark.xfail(strict=True, reason="bytes pass as a sequence of layer ids; b'12' becomes the layers 49 and 50")
 def test_bytes_are_refused_as_text_is() -> None:
-    with pytest.raises(ValueError, match="^layers="):
+    with pytest.raises(ValueError, match=r"^layers="):
         check_layer_ids(b"12")
 
 
