@@ -2,11 +2,13 @@
 # A suite that quietly shrinks proves nothing: with --declared, every test of tests/declared.toml must run and pass.
 import tomllib
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent / "tests"
+REPORTS = Path(__file__).parent / "reports"
 RAN = pytest.StashKey[Counter[str]]()
 
 
@@ -19,8 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> object:
-    report: pytest.TestReport = yield
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
     expected_failure = report.skipped and hasattr(report, "wasxfail")
     if report.when == "call" and (report.passed or expected_failure):
         item.config.stash[RAN][item.path.name] += 1
@@ -52,4 +54,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section(f"declared tests of {suite}")
     for line in missing:
         terminalreporter.write_line(line, red=True)
-    terminalreporter.write_line(f"{ran.total()} tests passed; {'too few' if missing else 'all that are declared'}")
+    line = f"{suite}: {ran.total()} tests passed, {'too few' if missing else 'all that are declared'}"
+    terminalreporter.write_line(line)
+    REPORTS.mkdir(exist_ok=True)
+    (REPORTS / f"{suite}.ran").write_text(line + "\n")

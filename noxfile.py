@@ -21,6 +21,8 @@ STAMP = VENV / "ehs-requirements.txt"
 NO_VENV = "--no-venv" in sys.argv
 # vLLM's CPU build needs the CPU build of torch, which its makers keep in an index of their own.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+FIND_TORCH = "from importlib.util import find_spec; print('found' if find_spec('torch') else 'missing')"
+INSTALL = ("-m", "pip", "install", "-qq")
 # They do not match torch's CPU build and break `import transformers`; text models need none of them.
 NOT_WANTED = {"torchvision", "torchaudio", "torchcodec"}
 
@@ -52,19 +54,22 @@ def environment(session: nox.Session) -> str:
     session.log(f"making {VENV.name} for {device} from {requirements.relative_to(ROOT)}: a few minutes, about 4 GB")
     shutil.rmtree(VENV, ignore_errors=True)
     session.run(sys.executable, "-m", "venv", str(VENV), silent=True)
-    install = (python, "-m", "pip", "install", "-qq", "--no-deps")
     if device == "cpu":
-        torch = next(line for line in requirements.read_text().splitlines() if line.startswith("torch=="))
-        if session.run(*install, torch, silent=True, success_codes=[0, 1], log=False) and not _has_torch():
-            session.run(*install, "--index-url", TORCH_CPU_INDEX, torch)
-    session.run(*install, "--requirement", str(requirements))
-    session.run(*install, "--editable", ".")
+        install_cpu_torch(session, python)
+    session.run(python, *INSTALL, "--no-deps", "--requirement", str(requirements))
+    session.run(python, *INSTALL, "--no-deps", "--editable", ".")
     STAMP.write_text(wanted)
     return python
 
 
-def _has_torch() -> bool:
-    return any(VENV.glob("lib/python*/site-packages/torch"))
+def install_cpu_torch(session: nox.Session, python: str) -> None:
+    """Install the pinned torch from where pip looks anyway, or else from the index of its makers, for it alone."""
+    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    torch = next(line for line in lines if line.startswith("torch=="))
+    session.run(python, *INSTALL, "--no-deps", torch, silent=True, log=False, success_codes=[0, 1])
+    found = session.run(python, "-c", FIND_TORCH, silent=True, log=False)
+    if str(found).strip() != "found":
+        session.run(python, *INSTALL, "--no-deps", "--index-url", TORCH_CPU_INDEX, torch)
 
 
 def test_requirements() -> list[str]:
@@ -101,16 +106,16 @@ def tests(session: nox.Session) -> None:
     run_suite(session, environment(session), "unit")
 
 
-@nox.session
+@nox.session(venv_backend="venv", reuse_venv=True)
 def imports(session: nox.Session) -> None:
-    """Prove that ehs imports, and its unit tests of the format pass, in an environment without vLLM."""
-    python = environment(session)
-    code = (
-        "import sys; sys.modules['vllm'] = None\n"
-        "import ehs, ehs.cli, ehs.config, ehs.doctor, ehs.layers, ehs.store, ehs.verify.run\n"
-        "print('ehs', ehs.__version__, 'imports without vLLM')"
-    )
-    session.run(python, "-c", code)
+    """Prove in an environment of its own that ehs imports, reads and answers without vLLM."""
+    install_cpu_torch(session, "python")
+    session.install("-qq", "--constraint", "requirements/cpu.txt", ".")
+    session.run("python", "-c", "import ehs, ehs.cli, ehs.config, ehs.doctor, ehs.layers, ehs.store, ehs.verify.run")
+    session.run("ehs", "--version")
+    session.run("ehs", "faults", "--json", silent=True)
+    session.run("ehs", "doctor", success_codes=[3])
+    session.run("ehs", "verify", success_codes=[3])
 
 
 @nox.session

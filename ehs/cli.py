@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -92,7 +93,7 @@ def _print_json(data: Any) -> None:
 
 
 def _print_table(title: str, rows: list[dict[str, str]]) -> None:
-    table = Table(title=title)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for column in rows[0]:
         table.add_column(column, overflow="fold")
     for row in rows:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ehs.engine.plan import SessionPlan, SessionResult
 
-
 GRACE_S = 5.0
 
 

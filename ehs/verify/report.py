@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -162,7 +163,8 @@ def now() -> str:
 
 def render(report: VerifyReport) -> Group:
     """The table for a terminal."""
-    table = Table(title=f"ehs verify: {report.speculator} on runner {report.runner}, {report.device.name}")
+    title = f"ehs verify: {report.speculator} on runner {report.runner}, {report.device.name}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name, options in _COLUMNS.items():
         table.add_column(name, **options)
     for result in report.results:

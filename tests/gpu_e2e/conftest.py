@@ -1,56 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-# Engines are expensive: each runs once, in a process of its own, for all selected scenarios that share it.
-import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ehs.cpu_backend.environment import Device, MissingGpuError, find_device
-from ehs.verify.report import ScenarioResult, VerifyReport, render, write_report
-from ehs.verify.run import Options, Verification
-from ehs.verify.scenarios import ENGINES, SCENARIOS
+from ehs.testing.matrix import Matrix
+from ehs.verify.report import render, write_report
 
 REPORTS = Path(__file__).parents[2] / "reports"
 Cli = Callable[..., subprocess.CompletedProcess[str]]
-
-
-class Matrix:
-    """Results of the scenario matrix, filled engine by engine as tests ask for them."""
-
-    def __init__(self, wanted: set[tuple[str, str, str]]) -> None:
-        self.wanted = wanted
-        self.report: VerifyReport | None = None
-        self.results: dict[tuple[str, str, str], ScenarioResult] = {}
-
-    @functools.cache  # noqa: B019 - lives as long as the session
-    def verification(self, model: str) -> Verification:
-        return Verification(Options(model=model, output=REPORTS))
-
-    def result(self, model: str, dtype: str, scenario: str) -> ScenarioResult:
-        key = (model, dtype, scenario)
-        if key not in self.results:
-            self._run(model, dtype, SCENARIOS[scenario].engine)
-        return self.results[key]
-
-    def _run(self, model: str, dtype: str, engine: str) -> None:
-        verification = self.verification(model)
-        if self.report is None:
-            self.report = verification.report()
-        scenarios = [
-            scenario
-            for name, scenario in SCENARIOS.items()
-            if scenario.engine == engine and (model, dtype, name) in self.wanted
-        ]
-        results, run = verification.run_engine(dtype, ENGINES[engine], scenarios)
-        self.report.results += results
-        self.report.engines.append(run)
-        self.report.seconds += run.total_seconds
-        self.results |= {(result.model, result.dtype, result.scenario): result for result in results}
 
 
 MATRIX = pytest.StashKey[Matrix]()
@@ -71,7 +34,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = {item.callspec.params["cell"] for item in session.items if _has_cell(item)}  # type: ignore[attr-defined]
-    session.config.stash[MATRIX] = Matrix(wanted)
+    session.config.stash[MATRIX] = Matrix(wanted, REPORTS)
 
 
 def _has_cell(item: pytest.Item) -> bool:
@@ -116,13 +79,3 @@ def ehs(tmp_path: Path) -> Cli:
         )
 
     return run
-
-
-@pytest.fixture
-def no_child_left() -> Iterator[None]:
-    """No engine process outlives a test."""
-    yield
-    import psutil
-
-    names = [child.cmdline() for child in psutil.Process().children(recursive=True)]
-    assert not [name for name in names if "ehs" in name and "verify" in name]

@@ -15,6 +15,8 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 def snippet(*, multiprocessing: bool) -> str:
     """The README's script with the model replaced by one that is here, and its prelude for machines without a GPU."""
+    script: str
+    prelude: str
     script, prelude = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert '"Qwen/Qwen3-8B"' in script
     script = script.replace('"Qwen/Qwen3-8B"', f"{find_checkpoint('tiny-llama')!r}").replace(

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-from typing import TYPE_CHECKING
-
 import pytest
 
+from ehs.testing.matrix import Cell, Matrix
 from ehs.verify.run import REAL_MODEL_DTYPES, USUAL_DTYPES
 from ehs.verify.scenarios import SCENARIOS
-
-if TYPE_CHECKING:
-    from conftest import Matrix
 
 MODELS = {**USUAL_DTYPES, "smollm2": REAL_MODEL_DTYPES}
 CELLS = [(model, dtype, scenario) for model, dtypes in MODELS.items() for dtype in dtypes for scenario in SCENARIOS]
@@ -16,7 +12,7 @@ CELLS = [(model, dtype, scenario) for model, dtypes in MODELS.items() for dtype 
 # The first test of an engine waits for all of that engine's scenarios.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_every_number_is_right(matrix: "Matrix", cell: tuple[str, str, str]) -> None:
+def test_every_number_is_right(matrix: Matrix, cell: Cell) -> None:
     result = matrix.result(*cell)
     assert result.problems == []
     assert result.status == "PASS"
@@ -27,7 +23,7 @@ def test_every_number_is_right(matrix: "Matrix", cell: tuple[str, str, str]) -> 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", [CELLS[0]], ids=["first-cell"])
-def test_the_report_names_what_ran(matrix: "Matrix", cell: tuple[str, str, str]) -> None:
+def test_the_report_names_what_ran(matrix: Matrix, cell: Cell) -> None:
     matrix.result(*cell)
     assert matrix.report is not None
     for run in matrix.report.engines:

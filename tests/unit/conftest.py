@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +15,10 @@ from hypothesis import HealthCheck, settings
 from ehs.engine.plan import Outcome, RoundTrace, SessionPlan, SessionResult, Step, Subject
 from ehs.models import code
 from ehs.store import METADATA_KEYS, write_record
+
+# Triton reads this once, when it is imported, and transformers imports it. Here and not in the root conftest: tests of
+# engines on a GPU must not inherit it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Shared runners are slow at times; how long an example takes says nothing here.
 settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -54,6 +60,54 @@ def full_metadata() -> Callable[..., dict[str, str]]:
         return {key: "something" for key in METADATA_KEYS if key not in added} | known
 
     return build
+
+
+class NVMLError(Exception):
+    """Stands for pynvml's."""
+
+
+class FakeNvml(ModuleType):
+    """NVML with this many GPUs; with None its library is missing."""
+
+    NVMLError = NVMLError
+
+    def __init__(self, count: int | None, name: str | bytes = "NVIDIA H200") -> None:
+        super().__init__("pynvml")
+        self.count, self.product_name = count, name
+        self.num_open = 0
+        self.fails_at_name = False
+
+    def nvmlInit(self) -> None:  # noqa: N802 - NVML's name
+        if self.count is None:
+            raise NVMLError("NVML Shared Library Not Found")
+        self.num_open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.num_open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return self.count or 0
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        assert index < self.nvmlDeviceGetCount()
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> str | bytes:  # noqa: N802
+        if self.fails_at_name:
+            raise NVMLError("GPU is lost")
+        return self.product_name if handle == 0 else "another GPU"
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeNvml]:
+    """Replace NVML by one that finds `count` GPUs."""
+
+    def use(count: int | None, **options: Any) -> FakeNvml:
+        fake = FakeNvml(count, **options)
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        return fake
+
+    return use
 
 
 RecordWriter = Callable[..., Path]
@@ -109,12 +163,16 @@ class CliResult:
 
 @pytest.fixture
 def cli(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environ: dict[str, str]
-) -> Callable[..., CliResult]:
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environ: dict[str, str],
+    nvml: Callable[..., FakeNvml],
+) -> Iterator[Callable[..., CliResult]]:
     """Run `ehs` as its script does, in this process."""
     from ehs.cli import main
 
     environ.pop("COLUMNS", None)
+    nvml(None)
 
     def run(*arguments: str) -> CliResult:
         monkeypatch.setattr(sys, "argv", ["ehs", *arguments])
@@ -123,7 +181,9 @@ def cli(
         captured = capsys.readouterr()
         return CliResult(int(exit_info.value.code or 0), captured.out, captured.err)
 
-    return run
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    yield run
+    signal.signal(signal.SIGINT, on_interrupt)
 
 
 class FakeEngine:
@@ -192,9 +252,12 @@ class FakeEngine:
 
 
 @pytest.fixture
-def fake_engine(monkeypatch: pytest.MonkeyPatch, save_record: RecordWriter, cache: Path) -> FakeEngine:
+def fake_engine(
+    monkeypatch: pytest.MonkeyPatch, save_record: RecordWriter, cache: Path, nvml: Callable[..., FakeNvml]
+) -> FakeEngine:
     """`ehs verify` talks to this instead of an engine process."""
     assert cache.is_dir()
+    nvml(None)
     engine = FakeEngine(save_record)
     monkeypatch.setattr("ehs.verify.run.run_engine", engine)
     return engine
