@@ -25,7 +25,7 @@ from ehs.verify.judge import Expectation, Judge, Verdict
 from ehs.verify.limits import LIMITS, find_limit
 from ehs.verify.prompts import Prompts, arithmetic_prompts, text_prompts
 from ehs.verify.reference import Baseline, PredictableReference, Reference, read_model_config
-from ehs.verify.report import EngineRun, ScenarioResult, VerifyReport, now
+from ehs.verify.report import EngineRun, ScenarioResult, Status, VerifyReport, now
 from ehs.verify.scenarios import ENGINES, SCENARIOS, DidNotHappenError, EngineSettings, Scenario
 
 Progress = Callable[[str], None]
@@ -162,19 +162,22 @@ class Verification:
         """Run every dtype and every scenario asked for."""
         report = self.report()
         start = time.monotonic()
+        names = self.options.scenarios or tuple(SCENARIOS)
+        wanted = sorted((SCENARIOS[name] for name in SCENARIOS if name in names), key=_engine_order)
         for dtype in self.dtypes:
-            for results, engine in self.run_dtype(dtype):
+            for engine, scenarios in groupby(wanted, lambda scenario: scenario.engine):
+                settings, here = ENGINES[engine], list(scenarios)
+                if reason := self._too_long(settings):
+                    report.results += [self._result(dtype, item, "NOT RUN", evidence=reason) for item in here]
+                    continue
+                results, run = self.run_engine(dtype, settings, here)
                 report.results += results
-                report.engines.append(engine)
+                report.engines.append(run)
         report.seconds = time.monotonic() - start
         return report
 
-    def run_dtype(self, dtype: str) -> Iterator[tuple[list[ScenarioResult], EngineRun]]:
-        """Run the scenarios in one dtype, engine by engine, in the order of ENGINES."""
-        names = self.options.scenarios or tuple(SCENARIOS)
-        wanted = [SCENARIOS[name] for name in SCENARIOS if name in names]
-        for engine, scenarios in groupby(sorted(wanted, key=_engine_order), lambda scenario: scenario.engine):
-            yield self.run_engine(dtype, ENGINES[engine], list(scenarios))
+    def _result(self, dtype: str, scenario: Scenario, status: Status, **values: Any) -> ScenarioResult:
+        return ScenarioResult(model=self.options.model, dtype=dtype, scenario=scenario.name, status=status, **values)
 
     def run_engine(
         self, dtype: str, settings: EngineSettings, scenarios: Sequence[Scenario]
@@ -208,6 +211,13 @@ class Verification:
             error=answer.error,
         )
         return results, run
+
+    def _too_long(self, settings: EngineSettings) -> str:
+        """Reason why this engine's prompts are too long for the model, empty when they are not."""
+        longest = self.model_config.get("max_position_embeddings", settings.arguments["max_model_len"])
+        if longest >= settings.arguments["max_model_len"]:
+            return ""
+        return f"needs {settings.arguments['max_model_len']} positions, the model has {longest}"
 
     def _plan(
         self, dtype: str, settings: EngineSettings, scenarios: Sequence[Scenario], storage: str
@@ -269,9 +279,7 @@ class Verification:
         answer: SessionResult,
         log: Path,
     ) -> ScenarioResult:
-        result = ScenarioResult(
-            model=self.options.model, dtype=dtype, scenario=scenario.name, status="PASS", rule=judge.limit.rule
-        )
+        result = self._result(dtype, scenario, "PASS", rule=judge.limit.rule)
         traces = [trace for trace in answer.rounds if trace.scenario == scenario.name]
         planned = scenario.plan(self.prompts)
         if len(traces) < len(planned):
@@ -365,13 +373,3 @@ def describe_host() -> dict[str, str]:
         "vllm": " ".join(check_vllm()),
         **versions,
     }
-
-
-def merge(reports: Sequence[VerifyReport]) -> VerifyReport:
-    """One report of several verifications on the same device with the same subject."""
-    merged = reports[0].model_copy(deep=True)
-    for report in reports[1:]:
-        merged.results += report.results
-        merged.engines += report.engines
-        merged.seconds += report.seconds
-    return merged

@@ -14,11 +14,15 @@ from hypothesis import HealthCheck, settings
 
 from ehs.engine.plan import Outcome, RoundTrace, SessionPlan, SessionResult, Step, Subject
 from ehs.models import code
+from ehs.models.checkpoints import find_checkpoint
 from ehs.store import METADATA_KEYS, write_record
 
 # Triton reads this once, when it is imported, and transformers imports it. Here and not in the root conftest: tests of
 # engines on a GPU must not inherit it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Tensors here are tiny: threads would only wait for one another.
+torch.set_num_threads(1)
 
 # Shared runners are slow at times; how long an example takes says nothing here.
 settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -51,6 +55,14 @@ def cache(_cache: Path, environ: dict[str, str]) -> Path:
     """`EHS_CACHE`, one folder for all tests, so that the predictable checkpoint is built once."""
     environ["EHS_CACHE"] = str(_cache)
     return _cache
+
+
+@pytest.fixture(scope="session")
+def predictable(_cache: Path) -> Path:
+    """The checkpoint of the predictable model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EHS_CACHE", str(_cache))
+        return Path(find_checkpoint("predictable"))
 
 
 @pytest.fixture(scope="session")

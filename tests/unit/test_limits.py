@@ -135,7 +135,6 @@ def test_a_dtype_without_a_limit_is_refused_with_those_that_have_one() -> None:
         find_limit("predictable", "float8")
 
 
-@pytest.mark.xfail(strict=True, reason="placeholders TINY_SOURCE and STAR_SOURCE")
 def test_every_limit_says_where_its_number_comes_from() -> None:
     for limit in LIMITS:
         assert len(limit.reason) > 20
