@@ -148,12 +148,14 @@ def _engine(device: Device | None) -> list[Finding]:
     except subprocess.TimeoutExpired:
         detail = f"importing vLLM took more than {PROBE_TIMEOUT_S} s"
         return [Finding(subject="engine", health="problem", detail=detail, remedy="try again on an idle machine")]
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
+    try:
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        answer = None
+    if done.returncode or not isinstance(answer, dict):
         detail = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         remedy = "reinstall with `nox -s dev`; a torchvision that does not fit torch is a frequent cause"
         return [Finding(subject="engine", health="problem", detail=detail, remedy=remedy)]
-    answer = json.loads(lines[-1])
     backend = "compiled for the GPU" if device.kind == "cuda" else "interpreter, backend 'cpu'"
     return [
         Finding(
@@ -181,7 +183,7 @@ def _temporary_folder() -> Path:
 
 def _folder(subject: str, folder: Path) -> Finding:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Finding(
             subject=subject, health="problem", detail=f"{folder}: not writable", remedy="name another folder"
         )

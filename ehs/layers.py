@@ -15,7 +15,7 @@ def check_layer_ids(layers: Sequence[object]) -> tuple[int, ...]:
     Raises:
         ValueError: `layers` is empty or holds something that is not an int (bool and float are refused).
     """
-    if isinstance(layers, str) or not isinstance(layers, Sequence):
+    if isinstance(layers, str | bytes) or not isinstance(layers, Sequence):
         raise ValueError(f"layers={layers!r}: a list of integers is needed, for example [2, 15, -1]")
     if not layers:
         raise ValueError(f"layers={list(layers)}: at least one layer id is needed")

@@ -37,7 +37,8 @@ METADATA_KEYS = (
     "positions",
     "checksum",
 )
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+_HASHED = "id-"
+_PLAIN_NAME = re.compile(rf"(?!{_HASHED})[A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}}")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
@@ -74,7 +75,7 @@ def file_name(request_id: str) -> str:
     """File name for a request id: the id itself when it is plain, else a hash of it; never leaves its folder."""
     if _PLAIN_NAME.fullmatch(request_id):
         return request_id + SUFFIX
-    return "id-" + hashlib.sha256(request_id.encode(errors="surrogatepass")).hexdigest() + SUFFIX
+    return _HASHED + hashlib.sha256(request_id.encode(errors="surrogatepass")).hexdigest() + SUFFIX
 
 
 def error_path(path: Path) -> Path:
@@ -82,9 +83,9 @@ def error_path(path: Path) -> Path:
     return path.with_name(path.name + ERROR_SUFFIX)
 
 
-def checksum(token_ids: torch.Tensor, hidden_states: torch.Tensor) -> str:
-    """`algorithm:hex` over the bytes of `token_ids [num_tokens]`, then `hidden_states` (both contiguous, on CPU)."""
-    digest = xxhash.xxh3_64()
+def checksum(metadata: Mapping[str, str], token_ids: torch.Tensor, hidden_states: torch.Tensor) -> str:
+    """`algorithm:hex` over the metadata without `checksum`, then the bytes of both tensors (contiguous, on the CPU)."""
+    digest = xxhash.xxh3_64(json.dumps(sorted(item for item in metadata.items() if item[0] != "checksum")).encode())
     for tensor in (token_ids, hidden_states):
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return f"{CHECKSUM}:{digest.hexdigest()}"
@@ -109,7 +110,8 @@ def write_record(
     Raises:
         OSError: the file could not be written; nothing is left behind.
     """
-    metadata = {**metadata, "ehs_format": FORMAT, "checksum": checksum(token_ids, hidden_states)}
+    metadata = {**metadata, "ehs_format": FORMAT}
+    metadata["checksum"] = checksum(metadata, token_ids, hidden_states)
     handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
@@ -127,9 +129,17 @@ def write_record(
 def write_error(path: Path, reason: str) -> None:
     """Leave a marker that makes `read_hidden_states(path)` raise with `reason` at once."""
     marker = error_path(path)
-    temporary = marker.with_name(marker.name + ".tmp")
+    temporary = marker.with_name(f".{marker.name}.tmp")
     temporary.write_text(json.dumps({"reason": reason}))
     temporary.replace(marker)
+
+
+def read_error(marker: Path) -> str:
+    """Reason that an error marker gives, or that it is damaged."""
+    try:
+        return str(json.loads(marker.read_text())["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "the error marker is damaged"
 
 
 def read_hidden_states(path: str | os.PathLike[str], *, timeout: float = 30.0, finite: bool = True) -> HiddenStates:
@@ -149,7 +159,7 @@ def read_hidden_states(path: str | os.PathLike[str], *, timeout: float = 30.0, f
         ValueError: `timeout` is negative.
     """
     path = Path(path)
-    if timeout < 0:
+    if not timeout >= 0:
         raise ValueError(f"timeout={timeout}: seconds, 0 or more")
     _wait(path, timeout)
     try:
@@ -161,9 +171,7 @@ def read_hidden_states(path: str | os.PathLike[str], *, timeout: float = 30.0, f
     problem = next(_problems(tensors, metadata, finite=finite), None)
     if problem is not None:
         raise HiddenStatesError(f"{path}: {problem}")
-    return HiddenStates(
-        path, tensors["token_ids"], tensors["hidden_states"], tuple(json.loads(metadata["layer_ids"])), metadata
-    )
+    return HiddenStates(path, tensors["token_ids"], tensors["hidden_states"], _layer_ids(metadata), metadata)
 
 
 def _wait(path: Path, timeout: float) -> None:
@@ -171,13 +179,22 @@ def _wait(path: Path, timeout: float) -> None:
     pause = _FIRST_PAUSE_S
     while not path.exists():
         if error_path(path).exists():
-            reason = json.loads(error_path(path).read_text())["reason"]
+            reason = read_error(error_path(path))
             raise HiddenStatesError(f"{path}: the engine could not write this record: {reason}")
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"{path}: no record after timeout={timeout} s")
         time.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _layer_ids(metadata: Mapping[str, str]) -> tuple[int, ...]:
+    """Layer ids of a record, empty when the metadata do not say them."""
+    try:
+        layer_ids = json.loads(metadata["layer_ids"])
+    except ValueError:
+        return ()
+    return tuple(layer_ids) if isinstance(layer_ids, list) and all(type(i) is int for i in layer_ids) else ()
 
 
 def _problems(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, finite: bool) -> Iterator[str]:
@@ -190,13 +207,16 @@ def _problems(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], 
     if set(tensors) != {"hidden_states", "token_ids"}:
         yield f"tensors {sorted(tensors)}, expected hidden_states and token_ids"
     hidden_states, token_ids = tensors["hidden_states"], tensors["token_ids"]
-    num_layers = len(json.loads(metadata["layer_ids"]))
-    if hidden_states.ndim != 3 or hidden_states.shape[:2] != (len(token_ids), num_layers):  # noqa: PLR2004
-        yield f"hidden_states {list(hidden_states.shape)} do not fit {len(token_ids)} tokens and {num_layers} layers"
+    num_layers = len(_layer_ids(metadata))
+    if not num_layers:
+        yield f"layer_ids={metadata['layer_ids']!r} is not a list of integers"
+    num_tokens = token_ids.numel()
+    if token_ids.ndim != 1 or hidden_states.ndim != 3 or hidden_states.shape[:2] != (num_tokens, num_layers):  # noqa: PLR2004
+        yield f"hidden_states {list(hidden_states.shape)} do not fit {num_tokens} tokens and {num_layers} layers"
     dtypes = (str(hidden_states.dtype).removeprefix("torch."), token_ids.dtype)
     if dtypes != (metadata["dtype"], torch.int64):
         yield f"dtypes {dtypes[0]} and {dtypes[1]}, expected {metadata['dtype']} and torch.int64"
-    if checksum(token_ids, hidden_states) != metadata["checksum"]:
+    if checksum(metadata, token_ids, hidden_states) != metadata["checksum"]:
         yield "the checksum does not match: the file was altered or damaged after it was written"
     if finite and not hidden_states.isfinite().all():
         token, layer, channel = (~hidden_states.isfinite()).nonzero()[0].tolist()
@@ -241,7 +261,7 @@ def inspect_path(path: Path) -> list[Inspection]:
         raise ValueError(f"path={str(path)!r}: no such file or folder")
     found = [inspect_file(file) for file in sorted(path.glob(f"*{SUFFIX}"))]
     markers = sorted(path.glob(f"*{ERROR_SUFFIX}"))
-    found += [Inspection(marker, {}, json.loads(marker.read_text())["reason"]) for marker in markers]
+    found += [Inspection(marker, {}, read_error(marker)) for marker in markers]
     found += [Inspection(file, {}, "left behind by a writer that died") for file in sorted(path.glob(".*.tmp"))]
     if not found:
         raise ValueError(f"path={str(path)!r}: this folder holds no record ({SUFFIX})")

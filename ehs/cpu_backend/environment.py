@@ -2,6 +2,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -102,6 +103,8 @@ def set_environment(
         }
         if world_size > 1:
             # One worker per part; vLLM's own binding wants a NUMA node for each.
-            parts = [cores[rank * len(cores) // world_size :][:1] or cores[-1:] for rank in range(world_size)]
+            bounds = [rank * len(cores) // world_size for rank in range(world_size + 1)]
+            # With fewer cores than workers some share one.
+            parts = [cores[start : max(stop, start + 1)] for start, stop in pairwise(bounds)]
             variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
     os.environ.update(variables)

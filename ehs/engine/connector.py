@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,10 @@ class EhsConnector(KVConnectorBase_V1, SupportsHMA):
         if not token_ids:
             return False, None
         path = self._storage_path / file_name(request.request_id)
-        # A reader must never take an older run's file for this one.
-        path.unlink(missing_ok=True)
-        error_path(path).unlink(missing_ok=True)
+        # A reader must never take an older run's file for this one. A folder that broke is the writer's to report.
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+            error_path(path).unlink(missing_ok=True)
         save = Save(request.request_id, str(path), token_ids, tuple(block_ids), request.num_prompt_tokens)
         params = {"hidden_states_path": save.path}
         if has_kv_transfer_group() and isinstance(worker := get_kv_transfer_group(), EhsConnector):

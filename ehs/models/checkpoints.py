@@ -94,10 +94,12 @@ def _ensure(checkpoint: Checkpoint, progress: Progress) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         try:
             building.rename(target)
-        except OSError:
-            # Another process was faster.
+        except OSError as error:
+            # Or another process was faster.
             if not _is_whole(target):
-                raise
+                raise CheckpointError(
+                    f"{target}: cannot be put in its place ({error}); remove what is there"
+                ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return target

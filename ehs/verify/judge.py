@@ -89,6 +89,10 @@ class Judge:
         if record is None:
             return
         reference = self.reference.states(expected.token_ids)[:, list(record.layer_ids)]
+        if reference.shape != record.hidden_states.shape:
+            shapes = f"{list(record.hidden_states.shape)}, expected {list(reference.shape)}"
+            verdict.problems.append(f"{expected.request_name}: shape {shapes}")
+            return
         comparison = self._compare(record, reference, expected.token_ids)
         verdict.num_records += 1
         verdict.num_values += record.hidden_states.numel()

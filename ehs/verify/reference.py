@@ -152,11 +152,12 @@ def read_model_config(model: str) -> dict[str, Any]:
             config = json.loads(Path(hf_hub_download(model, "config.json")).read_text())
     except Exception as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"model={model!r}: its config.json cannot be read{offline}: {str(error).splitlines()[0]}; use a name that "
+            f"model={model!r}: its config.json cannot be read{offline}: {reason}; use a name that "
             "`ehs verify --help` lists, a local folder, or an id the hub serves to this machine"
         ) from error
-    config = config.get("text_config", config)
+    config = config.get("text_config", config) if isinstance(config, dict) else {}
     if "num_hidden_layers" not in config:
         raise ValueError(f"model={model!r}: its config.json names no num_hidden_layers")
     return dict(config)

@@ -132,7 +132,8 @@ class VerifyReport(_Model):
     def passed(self) -> bool:
         """True when something was judged and nothing is wrong."""
         judged = [result for result in self.results if result.status != "NOT RUN"]
-        return bool(judged) and all(result.status == "PASS" for result in judged)
+        broken = any(run.error for run in self.engines)
+        return bool(judged) and not broken and all(result.status == "PASS" for result in judged)
 
     @property
     def verdict(self) -> str:
@@ -193,6 +194,9 @@ def problem_lines(report: VerifyReport) -> list[str]:
     for result in report.results:
         for problem in result.problems:
             places.setdefault(problem, []).append(f"{result.model} {result.dtype} {result.scenario}")
+    for run in report.engines:
+        if run.error and not any(run.error in problem for problem in places):
+            places[f"the engine broke: {run.error}"] = [f"{run.model} {run.dtype} {run.engine}"]
     return [f"{', '.join(dict.fromkeys(where))}: {problem}" for problem, where in places.items()]
 
 

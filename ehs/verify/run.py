@@ -214,7 +214,7 @@ class Verification:
 
     def _too_long(self, settings: EngineSettings) -> str:
         """Reason why this engine's prompts are too long for the model, empty when they are not."""
-        longest = self.model_config.get("max_position_embeddings", settings.arguments["max_model_len"])
+        longest = self.model_config.get("max_position_embeddings") or settings.arguments["max_model_len"]
         if longest >= settings.arguments["max_model_len"]:
             return ""
         return f"needs {settings.arguments['max_model_len']} positions, the model has {longest}"

@@ -14,7 +14,10 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def snippet(*, multiprocessing: bool) -> str:
-    """The README's script with the model replaced by one that is here, and its prelude for machines without a GPU."""
+    """The README's script with the model replaced by one that is here, and its prelude for machines without a GPU.
+
+    In a process of its own the engine compiles the model, as vLLM does by default; in this one it runs it eagerly.
+    """
     script: str
     prelude: str
     script, prelude = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -22,6 +25,8 @@ def snippet(*, multiprocessing: bool) -> str:
     script = script.replace('"Qwen/Qwen3-8B"', f"{find_checkpoint('tiny-llama')!r}").replace(
         "[2, 15, -1]", "[2, 5, -1]"
     )
+    if not multiprocessing:
+        script = script.replace("**config", "enforce_eager=True, **config")
     return (prelude + script).replace("multiprocessing=True", f"multiprocessing={multiprocessing}")
 
 

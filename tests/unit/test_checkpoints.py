@@ -104,7 +104,6 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_its_variable(
     assert toy.num_builds == 0
 
 
-@pytest.mark.xfail(strict=True, reason="a file at the checkpoint's place: rename() fails with a plain OSError")
 def test_a_file_in_the_place_of_a_checkpoint_does_not_end_in_a_traceback(toy: Toy) -> None:
     folder = Path(find_checkpoint("toy"))
     folder.rename(folder.with_name("away"))

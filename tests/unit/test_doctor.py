@@ -111,7 +111,7 @@ def test_an_unknown_vllm_is_a_problem_with_its_version(machine: Machine) -> None
 
 @pytest.mark.parametrize(
     ("library", "version"),
-    [("torch", "2.10.1"), ("torch", None), ("triton", None), ("safetensors", "0.7.9"), ("transformers", "4.57.0")],
+    [("torch", "2.9.1"), ("torch", None), ("triton", None), ("safetensors", "0.7.9"), ("transformers", "4.57.0")],
 )
 def test_an_old_or_missing_library_is_a_problem_with_the_version_needed(
     machine: Machine, library: str, version: str | None
@@ -120,7 +120,7 @@ def test_an_old_or_missing_library_is_a_problem_with_the_version_needed(
     assert_broken(library, version or "not installed", f"install {library} ")
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "10.0.0"])
 def test_a_new_enough_library_is_well(machine: Machine, version: str) -> None:
     machine.versions["torch"] = version
     assert finding(diagnose(), "torch").health == "ok"
@@ -164,9 +164,6 @@ def test_a_probe_without_an_answer_is_a_problem(machine: Machine, error: str) ->
     assert_broken("engine")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a last line of the probe that is no JSON raises JSONDecodeError (exit status 2)"
-)
 def test_a_probe_that_ends_with_other_words_is_no_traceback(machine: Machine) -> None:
     machine.probe = json.dumps(GOOD_PROBE) + "\nsome library says goodbye"
     diagnose()
@@ -181,10 +178,7 @@ def test_a_probe_that_hangs_is_a_problem(machine: Machine) -> None:
     "mode",
     [
         0o644,
-        pytest.param(
-            0o755,
-            marks=pytest.mark.xfail(strict=True, reason="_folder does not ask whether it is a folder: a file will do"),
-        ),
+        0o755,
     ],
 )
 def test_a_cache_below_a_file_is_a_problem(

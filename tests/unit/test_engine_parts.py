@@ -589,7 +589,6 @@ def test_a_record_that_cannot_be_written_does_not_stop_the_ones_after_it(
     assert torch.equal(read_hidden_states(good.path, timeout=0).hidden_states, wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="unlink() of an old record raises in the scheduler: the engine would die")
 def test_a_storage_folder_that_broke_does_not_stop_the_engine(scheduler: EhsConnector, tmp_path: Path) -> None:
     (tmp_path / "records").write_text("a file where the folder was")
     scheduler.request_finished(finished(), [3, 1])

@@ -143,7 +143,6 @@ def test_each_worker_gets_cores_that_this_process_may_use(
     assert sum(map(len, parts)) <= max(num_cores, world_size)
 
 
-@pytest.mark.xfail(strict=True, reason="each worker is bound to one core only: cores[...:][:1] cuts the part to one")
 def test_the_workers_share_all_cores(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     set_environment(CPU, world_size=2)

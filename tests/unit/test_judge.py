@@ -288,7 +288,6 @@ def test_the_baseline_is_read_at_the_layers_of_the_record(desk: Desk) -> None:
     assert desk.problem().endswith("(5 of 5 tokens wrong, layer ids [0])")
 
 
-@pytest.mark.xfail(strict=True, reason="another hidden size breaks the judge with a RuntimeError of torch")
 def test_a_record_of_another_hidden_size_is_a_problem(desk: Desk) -> None:
     desk.save(0, desk.states(0)[..., :-1])
     assert "request 0" in desk.problem()

@@ -80,7 +80,6 @@ def test_what_is_no_list_of_integers_is_refused_by_name(layers: Any, named: str)
     assert named in str(error.value)
 
 
-@pytest.mark.xfail(strict=True, reason="bytes pass as a sequence of layer ids; b'12' becomes the layers 49 and 50")
 def test_bytes_are_refused_as_text_is() -> None:
     with pytest.raises(ValueError, match=r"^layers="):
         check_layer_ids(b"12")

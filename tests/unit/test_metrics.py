@@ -88,6 +88,8 @@ def test_errors_do_not_drown_in_the_dtype_of_the_record() -> None:
     reference = torch.ones(1, 1, 300)
     comparison = compare(torch.full((1, 1, 300), 1 + 2**-7).bfloat16(), reference, limit("relative", 1.0))
     assert comparison.relative.item() == pytest.approx(2**-7, rel=1e-12)
+    huge = torch.full((1, 1, 3), 1e25)
+    assert compare(huge, huge / 2, limit("relative", 1.0)).relative.item() == pytest.approx(1)
     big = torch.full((1, 1, 300), 60000.0)
     assert compare(big.half(), big.half().float() / 2, limit("relative", 1.0)).relative.item() == pytest.approx(1)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Whole verifications of the predictable model; the engine process is played by FakeEngine of conftest.py.
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 
 from ehs.compat import UnsupportedVllmError
 from ehs.cpu_backend.environment import MissingGpuError
+from ehs.verify.prompts import arithmetic_prompts
 from ehs.verify.report import VerifyReport
-from ehs.verify.run import EngineStartError, Options, Verification, check_options, merge
+from ehs.verify.run import EngineStartError, Options, Verification, check_options
 
 
 @pytest.fixture
@@ -220,10 +222,25 @@ def test_a_local_model_does_not_ask_the_hub(verify: Callable[..., VerifyReport])
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
-def test_merged_reports_hold_every_result_and_leave_their_parts_alone(verify: Callable[..., VerifyReport]) -> None:
-    first, second = verify("plain"), verify("generated-tokens")
-    whole = merge([first, second])
-    assert [result.scenario for result in whole.results] == ["plain", "generated-tokens"]
-    assert len(whole.engines) == 2
-    assert whole.seconds == pytest.approx(first.seconds + second.seconds)
-    assert len(first.results) == 1
+def test_a_model_that_is_too_short_for_the_prompts_is_not_run_and_nothing_is_proved(
+    verify: Callable[..., VerifyReport], fake_engine: Any, tiny_llama: Path
+) -> None:
+    report = verify("plain", "chunked-prefill", model=str(tiny_llama))
+    assert statuses(report) == ["NOT RUN", "NOT RUN"]
+    assert [result.evidence for result in report.results] == [
+        "needs 512 positions, the model has 128",
+        "needs 1024 positions, the model has 128",
+    ]
+    assert not report.passed
+    assert fake_engine.plans == []
+
+
+def test_a_model_that_does_not_say_how_long_it_may_be_is_run(
+    monkeypatch: pytest.MonkeyPatch, verify: Callable[..., VerifyReport], fake_engine: Any, tmp_path: Path
+) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 16, "max_position_embeddings": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fake_engine.answer = {"rounds": [], "subject": None, "stage": "start", "error": "CUDA out of memory"}
+    monkeypatch.setattr("ehs.verify.run.text_prompts", lambda _: arithmetic_prompts)
+    with pytest.raises(EngineStartError):
+        verify("plain", model=str(tmp_path))

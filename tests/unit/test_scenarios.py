@@ -98,13 +98,11 @@ def test_half_a_situation_is_none(evidence: Any, traces: list[RoundTrace]) -> No
         evidence(traces)
 
 
-@pytest.mark.xfail(strict=True, reason="a decode step that verifies a draft has two tokens and counts as a chunk")
 def test_verifying_drafts_is_no_chunked_prefill() -> None:
     with pytest.raises(DidNotHappenError):
         chunked([trace([outcome()], step(a=30), step(drafts=1, a=2), step(drafts=1, a=2))])
 
 
-@pytest.mark.xfail(strict=True, reason="no outcomes: prefix_hit says yes, the others raise ValueError of min()")
 @pytest.mark.parametrize("evidence", [prefix_hit, several_samples, decoded])
 def test_a_call_without_outcomes_is_no_evidence(evidence: Any) -> None:
     with pytest.raises(DidNotHappenError):
