@@ -63,15 +63,22 @@ def main() -> None:
 
 
 @contextmanager
+def _bad_input() -> Iterator[None]:
+    """Around what reads the user's settings: a ValueError there is theirs, anywhere else it is a bug of ours."""
+    try:
+        yield
+    except ValueError as error:
+        _end(Exit.USAGE, error)
+
+
+@contextmanager
 def _errors_in_one_line() -> Iterator[None]:
-    """Turn what a user can cause into one line and an exit status."""
+    """Turn what a machine or a user can cause into one line and an exit status."""
     from ehs.compat import UnsupportedVllmError
     from ehs.cpu_backend.environment import MissingGpuError
 
     try:
         yield
-    except ValueError as error:
-        _end(Exit.USAGE, error)
     except (UnsupportedVllmError, MissingGpuError) as error:
         _end(Exit.MACHINE, error)
     except Interrupted:
@@ -142,18 +149,19 @@ def verify(
     from ehs.verify.report import print_report, write_report
     from ehs.verify.run import Options, Verification
 
-    options = Options(
-        model=model,
-        dtypes=tuple(dtype or ()),
-        layers=_parse_layers(layers),
-        scenarios=tuple(scenario or ()),
-        speculator=speculator,  # type: ignore[arg-type] # checked by check_options, with a message
-        runner=runner,  # type: ignore[arg-type]
-        fault=fault,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        output=output,
-    )
+    with _bad_input():
+        options = Options(
+            model=model,
+            dtypes=tuple(dtype or ()),
+            layers=_parse_layers(layers),
+            scenarios=tuple(scenario or ()),
+            speculator=speculator,  # type: ignore[arg-type] # checked by check_options, with a message
+            runner=runner,  # type: ignore[arg-type]
+            fault=fault,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            output=output,
+        )
     progress = console(stderr=True)
     with progress.status("starting") as status:
 
@@ -163,7 +171,8 @@ def verify(
             else:
                 print(line, file=sys.stderr, flush=True)  # noqa: T201
 
-        verification = Verification(options, show)
+        with _bad_input():
+            verification = Verification(options, show)
         show(f"device: {verification.device.kind} ({verification.device.name}); {verification.device.reason}")
         report = verification.run()
     paths = write_report(report, output)
@@ -210,7 +219,8 @@ def inspect(
     """Say what is in a record or a folder of records, and whether each is whole."""
     from ehs.store import inspect_path
 
-    found = inspect_path(path)
+    with _bad_input():
+        found = inspect_path(path)
     if as_json:
         _print_json([{**asdict(item), "path": str(item.path)} for item in found])
     else:

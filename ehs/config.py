@@ -17,6 +17,19 @@ _OWN_POLICY: dict[Speculator, DraftPolicy] = {"ehs": "none", "upstream": "repeat
 _ANY_BATCH_SIZE = 1 << 20
 
 
+def usable_folder(setting: str, folder: Path) -> Path:
+    """The folder as an absolute path; it may not exist yet.
+
+    Raises:
+        ValueError: it, or the nearest parent that exists, is not a folder this process may write to.
+    """
+    folder = folder.expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{setting}={str(folder)!r}: {existing} is not a folder this process may write to")
+    return folder
+
+
 class ExtractionConfig(BaseModel):
     """What to extract and where to put it; becomes vLLM engine arguments.
 
@@ -44,11 +57,7 @@ class ExtractionConfig(BaseModel):
     @field_validator("storage_path")
     @classmethod
     def _usable_folder(cls, path: Path) -> Path:
-        path = path.expanduser().absolute()
-        existing = next(folder for folder in (path, *path.parents) if folder.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise ValueError(f"storage_path={str(path)!r}: {existing} is not a folder this process may write to")
-        return path
+        return usable_folder("storage_path", path)
 
     def engine_args(self) -> dict[str, Any]:
         """Keyword arguments for `vllm.LLM` or `vllm.AsyncEngineArgs`, without the model."""

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pydantic import BaseModel
 
 from ehs import __version__
 from ehs.compat import SUPPORTED, UnsupportedVllmError, check_vllm
+from ehs.config import usable_folder
 from ehs.cpu_backend.environment import Device, MissingGpuError, find_device
 from ehs.models.checkpoints import cache_folder
 
@@ -182,11 +182,11 @@ def _temporary_folder() -> Path:
 
 
 def _folder(subject: str, folder: Path) -> Finding:
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Finding(
-            subject=subject, health="problem", detail=f"{folder}: not writable", remedy="name another folder"
-        )
+    try:
+        folder = usable_folder(subject, folder)
+    except ValueError as error:
+        return Finding(subject=subject, health="problem", detail=str(error), remedy="name another folder")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free / 2**30
     enough = free >= NEEDED_DISK_GIB
     remedy = "" if enough else f"free {NEEDED_DISK_GIB} GiB or name another folder"

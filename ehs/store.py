@@ -163,7 +163,8 @@ def read_hidden_states(path: str | os.PathLike[str], *, timeout: float = 30.0, f
         raise ValueError(f"timeout={timeout}: seconds, 0 or more")
     _wait(path, timeout)
     try:
-        with safe_open(path, framework="pt") as file:
+        # safe_open opens its file twice; by descriptor it is the same one even when a new record takes its name.
+        with path.open("rb") as stream, safe_open(f"/proc/self/fd/{stream.fileno()}", framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is not a mapping
     except (SafetensorError, OSError) as error:

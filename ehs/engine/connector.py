@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,6 @@ class EhsConnector(KVConnectorBase_V1, SupportsHMA):
             self._group_id = hidden_state_group(kv_cache_config)
         # Worker half
         self._cache: torch.Tensor | None = None
-        self._finished: set[str] = set()
         if role == KVConnectorRole.WORKER:
             self._writer = Writer(int(self._kv_transfer_config.get_from_extra_config("writer_threads", 4)))
 
@@ -106,9 +106,12 @@ class EhsConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         path = self._storage_path / file_name(request.request_id)
         # A reader must never take an older run's file for this one. A folder that broke is the writer's to report.
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-            error_path(path).unlink(missing_ok=True)
+        for older in (path, error_path(path)):
+            with suppress(OSError):
+                older.unlink(missing_ok=True)
+        if os.path.lexists(path):
+            logger.error("no record for request %s: the older file %s cannot be removed", request.request_id, path)
+            return False, None
         save = Save(request.request_id, str(path), token_ids, tuple(block_ids), request.num_prompt_tokens)
         params = {"hidden_states_path": save.path}
         if has_kv_transfer_group() and isinstance(worker := get_kv_transfer_group(), EhsConnector):

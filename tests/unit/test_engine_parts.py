@@ -20,7 +20,7 @@ from ehs.compat import PROPOSE_PARAMETERS, UnsupportedVllmError, check_speculato
 from ehs.cpu_backend.environment import Device, set_environment
 from ehs.engine.cache_write import write_hidden_states
 from ehs.layers import LayerSelection
-from ehs.store import METADATA_KEYS, read_hidden_states, write_error
+from ehs.store import METADATA_KEYS, file_name, read_hidden_states, write_error
 from ehs.verify.faults import FAULTS
 
 set_environment(Device("cpu", "test", "test"))
@@ -592,6 +592,20 @@ def test_a_record_that_cannot_be_written_does_not_stop_the_ones_after_it(
 def test_a_storage_folder_that_broke_does_not_stop_the_engine(scheduler: EhsConnector, tmp_path: Path) -> None:
     (tmp_path / "records").write_text("a file where the folder was")
     scheduler.request_finished(finished(), [3, 1])
+
+
+def test_an_older_record_that_cannot_be_removed_is_not_handed_out(
+    scheduler: EhsConnector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = finished()
+    (tmp_path / "records").mkdir(exist_ok=True)
+    (tmp_path / "records" / file_name(request.request_id)).touch()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert scheduler.request_finished(request, [3, 1]) == (False, None)
 
 
 def test_blocks_are_laid_out_token_by_token_as_in_the_file(engine: Engine) -> None:

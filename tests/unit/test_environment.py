@@ -139,8 +139,10 @@ def test_each_worker_gets_cores_that_this_process_may_use(
     assert len(parts) == world_size
     assert all(parts)
     assert set.union(*parts) <= cores
-    # No two workers on one core as long as there are enough.
-    assert sum(map(len, parts)) <= max(num_cores, world_size)
+    # No two workers on one core as long as there are enough, and never more than one core apart.
+    if num_cores >= world_size:
+        assert sum(map(len, parts)) == len(set.union(*parts)) == num_cores
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_the_workers_share_all_cores(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:

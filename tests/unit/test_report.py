@@ -197,6 +197,11 @@ def test_an_engine_that_broke_is_no_pass() -> None:
     good = report(result("plain"))
     broken = good.engines[0].model_copy(update={"error": "RuntimeError: writer did not stop"})
     assert not good.model_copy(update={"engines": [broken]}).passed
+    line = "predictable float32 roomy: the engine broke: RuntimeError: writer did not stop"
+    assert problem_lines(good.model_copy(update={"engines": [broken]})) == [line]
+    # A scenario that says so already says it for the engine.
+    told = result("plain", "ERROR", problems=["the engine broke before this scenario ended: " + str(broken.error)])
+    assert len(problem_lines(report(told, engines=[broken]))) == 1
 
 
 def printed(shown: VerifyReport) -> str:

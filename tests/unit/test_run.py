@@ -132,6 +132,11 @@ def test_an_engine_that_does_not_start_for_want_of_memory_says_what_to_do(
     with pytest.raises(EngineStartError, match="raise VLLM_CPU_KVCACHE_SPACE") as error:
         verify("plain")
     assert str(tmp_path / "reports" / "logs") in str(error.value)
+    # Once it ran, what it found is told, whatever broke it then.
+    started = {"stage": "run", "subject": fake_engine.subject()}
+    fake_engine.answer |= started
+    assert statuses(verify("plain")) == ["ERROR"]
+    fake_engine.answer |= {"stage": "start", "subject": None}
     # A bug is no matter of the machine.
     fake_engine.answer["error"] = "AttributeError: no attribute 'propose'"
     assert statuses(verify("plain")) == ["ERROR"]

@@ -6,7 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -151,25 +153,29 @@ def test_writers_of_the_same_name_do_not_mix(tmp_path: Path, save_record: SaveRe
         start.wait()
         for _ in range(10):
             save_record(path, torch.full((50, 1, 64), float(value)), torch.full((50,), value))
-            record = read_hidden_states(path, timeout=0)
-            assert (record.hidden_states == record.token_ids[0]).all()
-            assert (record.token_ids == record.token_ids[0]).all()
 
-    failures: list[BaseException] = []
-
-    def guarded(value: int) -> None:
-        try:
-            write(value)
-        except BaseException as error:  # noqa: BLE001 - handed to the test
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(value,)) for value in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    record = read_hidden_states(path, timeout=0)
+    assert (record.hidden_states == record.token_ids[0]).all()
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("num_tokens", [3, 2, 40])
+def test_a_record_that_is_replaced_while_it_is_read_is_read_as_the_old_or_the_new_one(
+    record: Path, monkeypatch: pytest.MonkeyPatch, save_record: SaveRecord, num_tokens: int
+) -> None:
+    open_again = torch.UntypedStorage.from_file
+    replaced: list[Path] = []
+
+    def replace_first(*arguments: Any, **options: Any) -> Any:
+        if not replaced:
+            replaced.append(save_record(record, torch.full((num_tokens, 1, 4), 9.0), torch.full((num_tokens,), 9)))
+        return open_again(*arguments, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", replace_first)
+    states = read_hidden_states(record, timeout=0)
+    assert states.token_ids.tolist() in ([5, 6, 7], [9] * num_tokens)
 
 
 # ---- waiting ----
@@ -315,6 +321,7 @@ STATES, TOKENS = torch.ones(3, 2, 4), torch.tensor([5, 6, 7])
         (STATES.bfloat16(), TOKENS, {"dtype": "float16"}, "dtypes bfloat16 and torch.int64, expected float16"),
         (STATES, TOKENS.int(), {}, "torch.int32, expected float32 and torch.int64"),
         (STATES, torch.tensor(5), {}, "token"),
+        (STATES, TOKENS[:, None], {}, "token"),
         (STATES, TOKENS, {"layer_ids": "[1, 2"}, "layer_ids"),
         (STATES, TOKENS, {"layer_ids": "12"}, "layer_ids"),
     ],
