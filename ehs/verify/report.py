@@ -20,6 +20,8 @@ SCHEMA_VERSION = 1
 Status = Literal["PASS", "FAIL", "ERROR", "NOT RUN"]
 _STYLES: dict[str, str] = {"PASS": "green", "FAIL": "bold red", "ERROR": "bold magenta", "NOT RUN": "yellow"}
 
+_WORDS: dict[Status, str] = {"PASS": "passed", "FAIL": "failed", "ERROR": "broke", "NOT RUN": "not run"}
+
 # JSON has no infinity; a bitwise error is infinitely more than nothing.
 Number = Annotated[
     float,
@@ -138,8 +140,8 @@ class VerifyReport(_Model):
     @property
     def verdict(self) -> str:
         """PASS or FAIL with the counts."""
-        counts = {status: sum(result.status == status for result in self.results) for status in _STYLES}
-        words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        counts = {word: sum(result.status == status for result in self.results) for status, word in _WORDS.items()}
+        words = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
         return f"{'PASS' if self.passed else 'FAIL'}: {words or 'nothing was judged'}"
 
     @property

@@ -166,7 +166,7 @@ def preempted(traces: Sequence[RoundTrace]) -> str:
     count = sum(step.num_preempted for trace in traces for step in trace.steps)
     if not count:
         raise DidNotHappenError("no request was preempted")
-    return f"{count} preemptions"
+    return f"requests preempted: {count}"
 
 
 def several_samples(traces: Sequence[RoundTrace]) -> str:

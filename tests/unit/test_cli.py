@@ -150,7 +150,7 @@ def test_a_pass_ends_with_status_0_a_table_and_reports(cli: Cli, fake_engine: An
     assert fake_engine.plans == []
     result = cli("verify", "--scenario", "plain", "--dtype", "float32", "--output", str(tmp_path / "out"))
     assert result.status == 0
-    assert "PASS: 1 PASS" in result.out
+    assert "PASS: 1 passed" in result.out
     report = VerifyReport.model_validate_json((tmp_path / "out" / "verify.json").read_text())
     assert report.passed
     assert report.command.startswith("ehs verify --scenario plain")
@@ -164,7 +164,7 @@ def test_a_fail_ends_with_status_1_names_the_place_and_writes_reports_all_the_sa
     fake_engine.damage = lambda states: states.roll(1, dims=1)
     result = cli("verify", "--scenario", "plain", "--dtype", "bfloat16", "--output", str(tmp_path / "out"))
     assert result.status == 1
-    assert "FAIL: 1 FAIL" in result.out
+    assert "FAIL: 1 failed" in result.out
     assert "request 0, token 0 (id 5), layer id " in result.out
     assert not VerifyReport.model_validate_json((tmp_path / "out" / "verify.json").read_text()).passed
 

@@ -113,7 +113,7 @@ def html_of(written: VerifyReport, folder: Path) -> str:
 
 def test_the_page_shows_verdict_place_and_subject(tmp_path: Path) -> None:
     page = html_of(report(FAILING, result("sampling", evidence="6 tokens generated")), tmp_path)
-    assert "FAIL: 1 PASS, 1 FAIL" in page
+    assert "FAIL: 1 passed, 1 failed" in page
     assert "request 3, token 7 (id 911), layer id 4: channel 55 is 2, expected 3.5" in page
     assert "the row says it is layer id 3, position 7" in page
     assert "ehs.TheSpeculator" in page
@@ -176,12 +176,12 @@ def test_the_same_problem_of_several_scenarios_is_told_once() -> None:
 @pytest.mark.parametrize(
     ("statuses", "passed", "verdict"),
     [
-        (["PASS", "PASS"], True, "PASS: 2 PASS"),
-        (["PASS", "FAIL"], False, "FAIL: 1 PASS, 1 FAIL"),
-        (["PASS", "ERROR"], False, "FAIL: 1 PASS, 1 ERROR"),
-        (["PASS", "NOT RUN"], True, "PASS: 1 PASS, 1 NOT RUN"),
+        (["PASS", "PASS"], True, "PASS: 2 passed"),
+        (["PASS", "FAIL"], False, "FAIL: 1 passed, 1 failed"),
+        (["PASS", "ERROR"], False, "FAIL: 1 passed, 1 broke"),
+        (["PASS", "NOT RUN"], True, "PASS: 1 passed, 1 not run"),
         # A run in which nothing was judged proves nothing.
-        (["NOT RUN"], False, "FAIL: 1 NOT RUN"),
+        (["NOT RUN"], False, "FAIL: 1 not run"),
         ([], False, "FAIL: nothing was judged"),
     ],
 )
@@ -227,7 +227,7 @@ def test_the_table_names_errors_by_the_rule_that_judged_them() -> None:
     assert "25%" in lines["sampling"]
     assert "exact" in lines["preemption"]
     assert "request 3, token 7: wrong" in shown
-    assert "FAIL: 2 PASS, 1 FAIL, 1 ERROR (6 records" in shown
+    assert "FAIL: 2 passed, 1 failed, 1 broke (6 records" in shown
     assert "proved to have run: Model Runner V2 (vllm.TheRunner), ehs.TheSpeculator" in shown
 
 

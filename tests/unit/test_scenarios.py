@@ -60,7 +60,7 @@ def test_no_scenario_takes_a_run_in_which_nothing_special_happened_for_its_own(n
         (
             "preemption",
             [trace([outcome()], step(a=9), step(preempted=2, a=9), step(preempted=1, a=9))],
-            "3 preemptions",
+            "requests preempted: 3",
         ),
         (
             "several-samples",
