@@ -154,6 +154,7 @@ class EhsConnector(KVConnectorBase_V1, SupportsHMA):
             (name,) = layers
             # [num_blocks, num_layers, block_size, hidden_size]
             self._cache = kv_caches[name]
+            self._engine_metadata = self._describe_engine()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
@@ -192,13 +193,19 @@ class EhsConnector(KVConnectorBase_V1, SupportsHMA):
             event.record()
             hidden_states, ready = on_host, event.synchronize
         token_ids = torch.tensor(save.token_ids, dtype=torch.int64)
-        self._writer.submit(Path(save.path), hidden_states, token_ids, self._metadata(save), ready)
+        metadata = {
+            **self._engine_metadata,
+            "request_id": save.request_id,
+            "num_prompt_tokens": str(save.num_prompt_tokens),
+        }
+        self._writer.submit(Path(save.path), hidden_states, token_ids, metadata, ready)
 
-    def _metadata(self, save: Save) -> dict[str, str]:
+    def _describe_engine(self) -> dict[str, str]:
+        """Metadata that every record of this engine shares."""
         model_config = self._vllm_config.model_config
         hf_config = self._vllm_config.speculative_config.draft_model_config.hf_config
-        selection = getattr(hf_config, "selection", None) if hasattr(hf_config, "ehs_layers") else None
-        layer_ids = selection.layer_ids if selection else hf_config.eagle_aux_hidden_state_layer_ids
+        is_ours = hasattr(hf_config, "ehs_layers")
+        layer_ids = hf_config.selection.layer_ids if is_ours else hf_config.eagle_aux_hidden_state_layer_ids
         return {
             "layer_ids": json.dumps(list(layer_ids)),
             "capture_point": CAPTURE_POINT,
@@ -208,8 +215,6 @@ class EhsConnector(KVConnectorBase_V1, SupportsHMA):
             "engine": " ".join(compat.check_vllm()),
             "runner": "v2" if self._vllm_config.use_v2_model_runner else "v1",
             "speculator": plugin.live_speculator() or hf_config.ehs_speculator,
-            "request_id": save.request_id,
-            "num_prompt_tokens": str(save.num_prompt_tokens),
             "positions": "all",
         }
 
@@ -254,4 +259,4 @@ def gather(
     block_size = cache.shape[2]
     blocks = torch.tensor(block_ids[: -(-num_tokens // block_size)], device=cache.device)
     rows = torch.arange(num_tokens, device=cache.device)
-    return cache[blocks[rows // block_size], :, rows % block_size].contiguous()
+    return cache[blocks[rows // block_size], :, rows % block_size]
