@@ -22,6 +22,15 @@ NO_VENV = "--no-venv" in sys.argv
 # vLLM's CPU build needs the CPU build of torch, which its makers keep in an index of their own.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 FIND_TORCH = "from importlib.util import find_spec; print('found' if find_spec('torch') else 'missing')"
+# Writes and reads one record in a temporary folder.
+ROUND_TRIP = """
+import pathlib, tempfile, torch
+from ehs import read_hidden_states, store
+path = pathlib.Path(tempfile.mkdtemp()) / "record.safetensors"
+metadata = dict.fromkeys(store.METADATA_KEYS, "") | {"layer_ids": "[0, 1]", "dtype": "float32"}
+store.write_record(path, torch.ones(3, 2, 4), torch.tensor([5, 6, 7]), metadata)
+assert read_hidden_states(path).token_ids.tolist() == [5, 6, 7]
+"""
 INSTALL = ("-m", "pip", "install", "-qq")
 # They do not match torch's CPU build and break `import transformers`; text models need none of them.
 NOT_WANTED = {"torchvision", "torchaudio", "torchcodec"}
@@ -113,6 +122,7 @@ def imports(session: nox.Session) -> None:
     session.install("-qq", "--constraint", "requirements/cpu.txt", ".")
     session.run("python", "-c", "import ehs, ehs.cli, ehs.config, ehs.doctor, ehs.layers, ehs.store, ehs.verify.run")
     session.run("ehs", "--version")
+    session.run("python", "-c", ROUND_TRIP)
     session.run("ehs", "faults", "--json", silent=True)
     session.run("ehs", "doctor", success_codes=[3])
     session.run("ehs", "verify", success_codes=[3])
