@@ -17,7 +17,7 @@ from ehs.compat import check_vllm
 from ehs.config import ExtractionConfig, Speculator, usable_folder
 from ehs.cpu_backend.environment import Runner, find_device, set_environment
 from ehs.engine.launch import run_engine
-from ehs.engine.plan import RequestSpec, RoundTrace, SessionPlan, SessionResult
+from ehs.engine.plan import Round, RoundTrace, SessionPlan, SessionResult
 from ehs.layers import LayerSelection
 from ehs.models.checkpoints import PREDICTABLE_VOCAB_SIZE, find_checkpoint
 from ehs.verify.faults import FAULTS
@@ -189,8 +189,8 @@ class Verification:
         with tempfile.TemporaryDirectory(prefix="ehs-records-") as storage:
             plan, layer_ids = self._plan(dtype, settings, scenarios, storage)
             answer = run_engine(plan, log, timeout=ENGINE_TIMEOUT_S)
-            if answer.stage == "start" and answer.error and _is_about_this_machine(answer.error):
-                raise EngineStartError(f"{_remedy(answer.error)} (engine log: {log})")
+            if answer.stage == "start" and (remedy := _find_remedy(answer.error or "")):
+                raise EngineStartError(f"{remedy}: {answer.error} (engine log: {log})")
             self.progress(f"{self.options.model} {dtype}: judging")
             judge = self._judge(dtype)
             results = [self._judge_scenario(judge, dtype, scenario, layer_ids, answer, log) for scenario in scenarios]
@@ -298,12 +298,11 @@ class Verification:
 
     @staticmethod
     def _expectations(
-        planned: Sequence[Any], traces: Sequence[RoundTrace], layer_ids: tuple[int, ...], dtype: str
+        planned: Sequence[Round], traces: Sequence[RoundTrace], layer_ids: tuple[int, ...], dtype: str
     ) -> Iterator[Expectation]:
         for number, (asked, trace) in enumerate(zip(planned, traces, strict=True)):
-            requests: list[RequestSpec] = asked.requests
             for outcome in trace.outcomes:
-                spec = requests[outcome.request]
+                spec = asked.requests[outcome.request]
                 name = f"request {outcome.request}"
                 if len(planned) > 1:
                     name = f"call {number}, {name}"
@@ -344,12 +343,9 @@ _REMEDIES = (
 )
 
 
-def _is_about_this_machine(error: str) -> bool:
-    return any(part in error for part, _ in _REMEDIES)
-
-
-def _remedy(error: str) -> str:
-    return next(remedy for part, remedy in _REMEDIES if part in error) + f": {error}"
+def _find_remedy(error: str) -> str | None:
+    """What to do when the engine's message is about this machine, None when it is not."""
+    return next((remedy for part, remedy in _REMEDIES if part in error), None)
 
 
 def describe_host() -> dict[str, str]:
